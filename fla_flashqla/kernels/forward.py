@@ -1,0 +1,287 @@
+# SPDX-License-Identifier: MIT
+"""Forward recurrence over the chunks of one sequence and value head, state in registers (SM90).
+
+One block per (value head, sequence). With the chunk quantities of `prepare.py` (A; e = exp(gc) and the l2norm factors folded
+into the gate vectors) it runs, per chunk of C = 64 tokens and in transposed form so that every chained product takes its left
+operand from registers:
+
+    X^T  = S^T K^T                                   [V, C]
+    U^T  = (V^T - X^T o x_j) A^T                     [V, C]     x = e rk
+    O^T  = (S^T Q^T) o o_j + U^T P^T                 [V, C]     o = scale e rq
+    S^T <- exp(gc_C) S^T + (U^T o u_j) K             [V, K]     u = exp(gc_C - gc) rk
+    P    = scale (Q K^T) o exp2(pr_i - pc_j), i >= j [C, C]     pr = log2(e rq), pc = log2(e / rk)
+
+Roles (512 threads): warpgroups 0 and 1 each keep 64 rows of S^T and run the chain independently of each other; warpgroup 2
+makes P; warp 12 loads by TMA, warp 13 stores o.
+
+    barrier      arrivals             set by              awaited by        meaning
+    full[s]      1 + bytes            loader              math, P           stage s (q k v A gates) is readable
+    empty[s]     12 warps             math, P             loader            stage s may be overwritten
+    p_full[s]    4 warps              P                   math              P of stage s is in shared memory
+    p_empty[s]   8 warps              math                P                 P of stage s may be overwritten
+    o_full       8 warps              math                store warp        o tile of the chunk before is in shared memory
+    o_empty      1                    store warp          math              o tile may be overwritten
+    landed       1 + bytes            loader              loader            tail chunk has landed and can be cleaned
+
+Stage s of chunk i is i % 2, its phase (i // 2) % 2. The rows of a tail chunk that lie behind the sequence belong to someone
+else (or to nobody): the loader zeroes them in K and V before it hands the stage over, so that nothing they hold, NaN
+included, reaches this sequence; A and the gate vectors are zero there by construction; Q needs no cleaning, since its rows
+only reach rows of o that are never stored.
+"""
+
+import tilelang
+import tilelang.language as T
+
+from .prepare import CHUNK, GATE_DECAY, GATE_O, GATE_PC, GATE_PR, GATE_ROWS, GATE_U, GATE_X, HEAD
+
+STAGES = 2
+MATH_REGISTERS, P_REGISTERS, IO_REGISTERS = 208, 72, 24
+
+PASS_CONFIGS = {
+    tilelang.PassConfigKey.TL_ENABLE_FAST_MATH: True,
+    tilelang.PassConfigKey.TL_DISABLE_THREAD_STORAGE_SYNC: True,  # the barriers above are the whole protocol
+    "tl.disable_shared_memory_reuse": True,  # the planner does not see concurrent warpgroups
+    "tl.disable_safe_memory_legalize": True,  # indices are in range by construction
+}
+
+
+# Keeps the causal comparisons of the P warpgroup inside its loop: hoisted, they would hold 30 registers.
+OPAQUE = """
+__device__ __forceinline__ int gdr_opaque(int x) { asm volatile("" : "+r"(x)); return x; }
+"""
+
+
+def forward_kernel(dtype: str):
+    """TileLang source of the forward recurrence for q, k, v in `dtype` ("bfloat16" or "float16")."""
+    C, D, HD = CHUNK, HEAD, HEAD // 2
+    f32 = "float32"
+    full_row = T.GemmWarpPolicy.FullRow
+    Tn, H, HV, NSLOT, NCU, NH0, NHT = (T.dynamic(n) for n in ("Tn", "H", "HV", "NSLOT", "NCU", "NH0", "NHT"))
+
+    @T.prim_func
+    def gdr_forward(
+        q: T.Tensor((Tn, H, D), dtype),
+        k: T.Tensor((Tn, H, D), dtype),
+        v: T.Tensor((Tn, HV, D), dtype),
+        a: T.Tensor((NSLOT, HV, C, C), dtype),
+        gates: T.Tensor((NSLOT, HV, GATE_ROWS, C), f32),
+        cu: T.Tensor((NCU,), "int32"),
+        h0: T.Tensor((NH0,), f32),
+        o: T.Tensor((Tn, HV, D), dtype),
+        ht: T.Tensor((NHT,), f32),
+        scale: T.float32,
+        seqlen: T.int32,
+        cu_step: T.int32,
+        sequences: T.int32,
+        value_heads: T.int32,
+        group: T.int32,
+        use_h0: T.int32,
+        store_ht: T.int32,
+        stride_k: T.int32,
+        stride_v: T.int32,
+    ):
+        with T.Kernel(sequences * HV, threads=512, prelude=OPAQUE) as bx:
+            q_s = T.alloc_shared((STAGES, C, D), dtype)
+            k_s = T.alloc_shared((STAGES, C, D), dtype)
+            v_s0 = T.alloc_shared((C, D), dtype)  # one buffer per stage: a slice would be read element by element
+            v_s1 = T.alloc_shared((C, D), dtype)
+            a_s = T.alloc_shared((STAGES, C, C), dtype)
+            p_s = T.alloc_shared((STAGES, C, C), dtype)
+            o_s = T.alloc_shared((C, D), dtype)
+            g_s = T.alloc_shared((STAGES, GATE_ROWS, C), f32)
+
+            S = T.alloc_fragment((D, D), f32)
+            Sa = T.alloc_fragment((D, HD), dtype)
+            Sb = T.alloc_fragment((D, HD), dtype)
+            X = T.alloc_fragment((D, C), f32)
+            X16 = T.alloc_fragment((D, C), dtype)
+            O = T.alloc_fragment((D, C), f32)
+            Ot = T.alloc_fragment((C, D), dtype)
+            Vt = T.alloc_fragment((C, D), dtype)
+            U = T.alloc_fragment((D, C), f32)
+            U16 = T.alloc_fragment((D, C), dtype)
+            Ur = T.alloc_fragment((D, C), dtype)
+            P = T.alloc_fragment((C, C), f32)
+            P16 = T.alloc_fragment((C, C), dtype)
+            pr = T.alloc_fragment((C,), f32)
+            pc = T.alloc_fragment((C,), f32)
+            decay = T.alloc_local((1,), f32)
+            # The accumulator layout of [D, C], transposed: copies become ldmatrix.trans and stmatrix.trans.
+            transposed = T.Fragment(
+                (C, D),
+                forward_fn=lambda t, r: (
+                    (r // 16) * 32 + (r % 8) * 4 + (t % 8) // 2,
+                    (t // 8) * 4 + ((r % 16) // 8) * 2 + t % 2,
+                ),
+            )
+            swizzled = tilelang.layout.make_swizzled_layout
+            T.annotate_layout({Ot: transposed, Vt: transposed, v_s0: swizzled(v_s0), v_s1: swizzled(v_s1)})
+
+            full = T.alloc_barrier(arrive_count=[1] * STAGES)
+            empty = T.alloc_barrier(arrive_count=[12] * STAGES)
+            p_full = T.alloc_barrier(arrive_count=[4] * STAGES)
+            p_empty = T.alloc_barrier(arrive_count=[8] * STAGES)
+            o_full = T.alloc_barrier(arrive_count=8)
+            o_empty = T.alloc_barrier(arrive_count=1)
+            landed = T.alloc_barrier(arrive_count=1)
+
+            tx = T.get_thread_binding()
+            bn = T.alloc_var("int32", init=T.truncdiv(bx, value_heads))
+            bh = T.alloc_var("int32", init=bx - bn * value_heads)
+            bos = T.if_then_else(seqlen > 0, bn * seqlen, cu[bn * cu_step])
+            length = T.if_then_else(seqlen > 0, seqlen, cu[(bn + 1) * cu_step] - bos)
+            NT = T.ceildiv(length, C)
+            state = T.cast(bx, "int64") * (D * D)
+
+            if tx < 256:
+                T.set_max_nreg(MATH_REGISTERS, 1)
+                if use_h0 > 0:
+                    for r, c in T.Parallel(D, D):
+                        S[r, c] = h0[state + r * stride_v + c * stride_k]
+                else:
+                    T.clear(S)
+                T.clear(O)
+                for r, c in T.Parallel(D, HD):
+                    Sa[r, c] = S[r, c]
+                for r, c in T.Parallel(D, HD):
+                    Sb[r, c] = S[r, c + HD]
+                for ii in T.serial(T.ceildiv(NT, 2)):
+                    for s in T.unroll(2):
+                        if ii * 2 + s < NT:
+                            T.barrier_wait(full[s], ii % 2)
+                            if s == 0:
+                                T.copy(v_s0, Vt)
+                            else:
+                                T.copy(v_s1, Vt)
+                            T.wgmma_gemm(Sa, k_s[s, :, 0:HD], X, transpose_B=True, policy=full_row, clear_accum=True)
+                            T.wgmma_gemm(Sb, k_s[s, :, HD:D], X, transpose_B=True, policy=full_row)
+                            # o of the chunk before leaves under X
+                            for r, c in T.Parallel(D, C):
+                                Ot[c, r] = O[r, c]
+                            T.barrier_wait(o_empty, (s + 1) % 2)
+                            T.copy(Ot, o_s)
+                            T.fence_proxy_async()
+                            T.sync_warp()
+                            if tx % 32 == 0:
+                                T.barrier_arrive(o_full)
+                            T.wgmma_gemm(Sa, q_s[s, :, 0:HD], O, transpose_B=True, policy=full_row, clear_accum=True)
+                            T.wait_wgmma(1)
+                            for r, c in T.Parallel(D, C):
+                                X16[r, c] = Vt[c, r] - X[r, c] * g_s[s, GATE_X, c]
+                            T.wgmma_gemm(X16, a_s[s, :, :], U, transpose_B=True, policy=full_row, clear_accum=True)
+                            T.wgmma_gemm(Sb, q_s[s, :, HD:D], O, transpose_B=True, policy=full_row)
+                            decay[0] = g_s[s, GATE_DECAY, 0]
+                            for r, c in T.Parallel(D, D):
+                                S[r, c] *= decay[0]
+                            T.wait_wgmma(1)
+                            for r, c in T.Parallel(D, C):
+                                Ur[r, c] = U[r, c] * g_s[s, GATE_U, c]
+                            T.wgmma_gemm(Ur, k_s[s, :, :], S, policy=full_row)
+                            T.copy(U, U16)
+                            T.wait_wgmma(1)
+                            for r, c in T.Parallel(D, C):
+                                O[r, c] *= g_s[s, GATE_O, c]
+                            T.barrier_wait(p_full[s], ii % 2)
+                            T.wgmma_gemm(U16, p_s[s, :, :], O, transpose_B=True, policy=full_row)
+                            T.wait_wgmma(1)
+                            for r, c in T.Parallel(D, HD):
+                                Sa[r, c] = S[r, c]
+                            for r, c in T.Parallel(D, HD):
+                                Sb[r, c] = S[r, c + HD]
+                            T.wait_wgmma(0)
+                            if tx % 32 == 0:
+                                T.barrier_arrive(empty[s])
+                                T.barrier_arrive(p_empty[s])
+                for r, c in T.Parallel(D, C):
+                    Ot[c, r] = O[r, c]
+                T.barrier_wait(o_empty, (NT + 1) % 2)
+                T.copy(Ot, o_s)
+                T.fence_proxy_async()
+                T.sync_warp()
+                if tx % 32 == 0:
+                    T.barrier_arrive(o_full)
+                if store_ht > 0:
+                    for r, c in T.Parallel(D, D):
+                        ht[state + r * stride_v + c * stride_k] = S[r, c]
+            elif tx < 384:
+                T.set_max_nreg(P_REGISTERS, 0)
+                zero = T.alloc_var("int32")
+                for i in T.serial(NT):
+                    zero = T.call_extern("int32", "gdr_opaque", 0)
+                    T.barrier_wait(full[i % 2], (i // 2) % 2)
+                    T.wgmma_gemm(q_s[i % 2, :, :], k_s[i % 2, :, :], P, transpose_B=True, clear_accum=True)
+                    for j in T.Parallel(C):
+                        pr[j] = g_s[i % 2, GATE_PR, j]
+                    for j in T.Parallel(C):
+                        pc[j] = g_s[i % 2, GATE_PC, j]
+                    T.wait_wgmma(0)
+                    for r, c in T.Parallel(C, C):
+                        P[r, c] *= scale * T.exp2(T.Select(c + zero <= r, pr[r] - pc[c], -1e30))
+                    T.barrier_wait(p_empty[i % 2], (i // 2 + 1) % 2)
+                    T.copy(P, P16)
+                    T.copy(P16, p_s[i % 2, :, :])
+                    T.fence_proxy_async()
+                    T.sync_warp()
+                    if tx % 32 == 0:
+                        T.barrier_arrive(empty[i % 2])
+                        T.barrier_arrive(p_full[i % 2])
+            else:
+                T.set_max_nreg(IO_REGISTERS, 0)
+                if tx < 416:
+                    hq = T.alloc_var("int32", init=T.truncdiv(bh, group))
+                    slot = T.alloc_var("int32", init=bos // C + bn)
+                    for i in T.serial(NT):
+                        s = i % STAGES
+                        t0 = bos + i * C
+                        T.barrier_wait(empty[s], (i // STAGES + 1) % 2)
+                        T.tma_copy(gates[slot + i, bh, :, :], g_s[s, :, :], barrier=full[s])
+                        T.tma_copy(a[slot + i, bh, :, :], a_s[s, :, :], barrier=full[s])
+                        T.tma_copy(q[t0 : t0 + C, hq, :], q_s[s, :, :], barrier=full[s])
+                        if length - i * C >= C:
+                            T.tma_copy(k[t0 : t0 + C, hq, :], k_s[s, :, :], barrier=full[s])
+                            if s == 0:
+                                T.tma_copy(v[t0 : t0 + C, bh, :], v_s0, barrier=full[s])
+                            else:
+                                T.tma_copy(v[t0 : t0 + C, bh, :], v_s1, barrier=full[s])
+                        else:
+                            T.tma_copy(k[t0 : t0 + C, hq, :], k_s[s, :, :], barrier=landed)
+                            if s == 0:
+                                T.tma_copy(v[t0 : t0 + C, bh, :], v_s0, barrier=landed)
+                            else:
+                                T.tma_copy(v[t0 : t0 + C, bh, :], v_s1, barrier=landed)
+                            T.sync_warp()
+                            if tx % 32 == 0:
+                                T.barrier_arrive(landed)
+                            T.barrier_wait(landed, 0)
+                            for r in T.serial(length - i * C, C):
+                                for j in T.vectorized(4):
+                                    k_s[s, r, (tx % 32) * 4 + j] = 0
+                                if s == 0:
+                                    for j in T.vectorized(4):
+                                        v_s0[r, (tx % 32) * 4 + j] = 0
+                                else:
+                                    for j in T.vectorized(4):
+                                        v_s1[r, (tx % 32) * 4 + j] = 0
+                            T.fence_proxy_async()
+                        T.sync_warp()
+                        if tx % 32 == 0:
+                            T.barrier_arrive(full[s])
+                elif tx < 448:
+                    NF = length // C
+                    T.barrier_wait(o_full, 0)  # nothing came before chunk 0
+                    T.sync_warp()
+                    if tx % 32 == 0:
+                        T.barrier_arrive(o_empty)
+                    for i in T.serial(NF):
+                        T.barrier_wait(o_full, (i + 1) % 2)
+                        T.copy(o_s, o[bos + i * C : bos + i * C + C, bh, :])
+                        T.sync_warp()
+                        if tx % 32 == 0:
+                            T.barrier_arrive(o_empty)
+                    if NF < NT:
+                        T.barrier_wait(o_full, (NF + 1) % 2)
+                        for r in T.serial(length - NF * C):
+                            for j in T.vectorized(4):
+                                o[bos + NF * C + r, bh, (tx % 32) * 4 + j] = o_s[r, (tx % 32) * 4 + j]
+
+    return gdr_forward

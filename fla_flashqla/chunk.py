@@ -7,9 +7,9 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-if TYPE_CHECKING:
-    import torch
+import torch
 
+if TYPE_CHECKING:
     from .plan import Plan
 
 CHUNK = 64
@@ -42,11 +42,90 @@ def build(plan: Plan) -> Kernels:
                             prepare.prepare_kernel(plan.dtype, plan.g_dtype, plan.beta_dtype),
                             prepare.PASS_CONFIGS,
                         ),
-                        pool.submit(compile_kernel, forward.forward_kernel(plan.dtype), forward.PASS_CONFIGS),
+                        pool.submit(
+                            compile_kernel, forward.forward_kernel(plan.dtype), forward.PASS_CONFIGS
+                        ),
                     )
                     kernels = Kernels(*(job.result() for job in jobs))
                 _built[plan] = kernels
     return kernels
+
+
+def _packed(x: torch.Tensor, *shape: int) -> torch.Tensor:
+    """`x` as TMA can read it, contiguous and 16-byte aligned, viewed as `shape`."""
+    x = x.contiguous()
+    return (x if x.data_ptr() % 16 == 0 else x.clone()).view(shape)
+
+
+def _normalized(x: torch.Tensor) -> torch.Tensor:
+    """l2norm over the last dimension as FLA defines it."""
+    wide = x.float()
+    return (wide * (wide.square().sum(-1, keepdim=True) + 1e-6).rsqrt()).to(x.dtype)
+
+
+class _Layout(NamedTuple):
+    """How the sequences of a call lie in its B T tokens."""
+
+    N: int
+    seqlen: int  # 0: `cu` says
+    cu: torch.Tensor | None  # int32
+    cu_step: int
+    slots: int  # chunk slots, see kernels/prepare.py
+
+    @classmethod
+    def of(cls, B: int, T: int, cu_seqlens: torch.Tensor | None) -> _Layout:
+        if cu_seqlens is None:
+            return cls(B, T, None, 1, B * T // CHUNK + B + 1)
+        N, cu, step = cu_seqlens.numel() - 1, cu_seqlens.contiguous(), 1
+        if cu.dtype == torch.int64:  # the low words, which hold every count below 2**31
+            cu, step = cu.view(torch.int32), 2
+        return cls(N, 0, cu, step, B * T // CHUNK + N + 1)
+
+    def cu_or(self, unused: torch.Tensor) -> torch.Tensor:
+        """`cu`, or what stands in where it is never read."""
+        return unused.view(-1).view(torch.int32) if self.cu is None else self.cu
+
+
+class Prepared(NamedTuple):
+    """What is known of the chunks before any state, see kernels/prepare.py."""
+
+    a: torch.Tensor  # [slots, HV, 64, 64]
+    gates: torch.Tensor  # [slots, HV, 7, 64]
+    o: torch.Tensor  # [B, T, HV, V], 0 behind the last boundary and not yet written before it
+
+
+def prepare(
+    plan: Plan,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    scale: float,
+    normalize_q: bool = False,
+    normalize_k: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
+) -> Prepared:
+    """Launch the state-independent part; arguments as in `forward`, l2norm being asked for q and k apart."""
+    B, T, H, K = q.shape
+    HV, V = v.shape[2:]
+    tokens = B * T
+    at = _Layout.of(B, T, cu_seqlens)
+    a = q.new_empty(at.slots, HV, CHUNK, CHUNK)
+    gates = q.new_empty(at.slots, HV, 7, CHUNK, dtype=torch.float32)
+    o = torch.empty(B, T, HV, V, dtype=q.dtype, device=q.device)
+    build(plan).prepare(
+        _packed(q, tokens, H, K),
+        _packed(k, tokens, H, K),
+        g.contiguous().view(tokens, HV),
+        beta.contiguous().view(tokens, HV),
+        at.cu_or(gates),
+        a,
+        gates,
+        o.view(tokens, HV, V),
+        *(scale, at.seqlen, at.cu_step, at.N, H, HV // H, int(normalize_q), int(normalize_k)),
+    )
+    return Prepared(a, gates, o)
 
 
 def forward(
@@ -63,7 +142,7 @@ def forward(
     state_v_first: bool = False,
     cu_seqlens: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Launch the forward pass on the current stream of the tensors' device; the device is never waited for.
+    """Launch the forward pass on the current stream of the tensors' device, without waiting for it.
 
     Args:
         plan (Plan): what `plan.plan` returned for this call.
@@ -77,51 +156,41 @@ def forward(
     Returns:
         o `[B, T, HV, V]` in q's dtype and the final state in float32, laid out as `initial_state` (or None).
     """
-    import torch
-
     if torch.cuda.current_device() != q.device.index:
         with torch.cuda.device(q.device):
             return forward(
                 plan, q, k, v, g, beta, scale, initial_state, output_final_state,
                 use_qk_l2norm_in_kernel, state_v_first, cu_seqlens,
             )  # fmt: skip
-    kernels = build(plan)
     B, T, H, K = q.shape
     HV, V = v.shape[2:]
     tokens = B * T
-    if cu_seqlens is None:
-        N, seqlen, cu_step = B, T, 1
-    else:
-        N, seqlen, cu_step = cu_seqlens.numel() - 1, 0, 1
-        cu = cu_seqlens.contiguous()
-        if cu.dtype == torch.int64:  # little-endian: the low words, which hold every count below 2**31
-            cu, cu_step = cu.view(torch.int32), 2
-    slots = tokens // CHUNK + N + 1
-    q, k = (x.contiguous().view(tokens, H, K) for x in (q, k))
-    v = v.contiguous().view(tokens, HV, V)
-    g, beta = (x.contiguous().view(tokens, HV) for x in (g, beta))
-    a = q.new_empty(slots, HV, CHUNK, CHUNK)
-    gates = q.new_empty(slots, HV, 6, CHUNK, dtype=torch.float32)
-    o = torch.empty(B, T, HV, V, dtype=q.dtype, device=q.device)
-    if cu_seqlens is None:
-        cu = gates.view(torch.int32).view(-1)  # never read
-    h0 = ht = gates.view(-1)  # stands in for a state that is not there; never touched
-    if initial_state is not None:
-        h0 = initial_state.to(torch.float32).contiguous().view(-1)
+    at = _Layout.of(B, T, cu_seqlens)
+    q, k = _packed(q, B, T, H, K), _packed(k, B, T, H, K)
+    normalize_k = use_qk_l2norm_in_kernel
+    if normalize_k and plan.dtype == "float16":
+        # The kernels multiply U by 1 / |k| and round it: float16 has no such small numbers for long keys.
+        k, normalize_k = _normalized(k), False
+    a, gates, o = prepare(
+        plan, q, k, v, g, beta, scale, use_qk_l2norm_in_kernel, normalize_k, cu_seqlens
+    )
+    unused = gates.view(-1)  # stands in for what is not there
     final_state = None
     if output_final_state:
-        shape = (N, HV, V, K) if state_v_first else (N, HV, K, V)
+        shape = (at.N, HV, V, K) if state_v_first else (at.N, HV, K, V)
         final_state = torch.empty(shape, dtype=torch.float32, device=q.device)
-        ht = final_state.view(-1)
-    flat_o = o.view(tokens, HV, V)
-    group = HV // H
-    kernels.prepare(
-        q, k, g, beta, cu, a, gates, flat_o,
-        scale, seqlen, cu_step, N, H, group, int(use_qk_l2norm_in_kernel),
-    )  # fmt: skip
-    kernels.forward(
-        q, k, v, a, gates, cu, h0, flat_o, ht,
-        scale, seqlen, cu_step, N, HV, group, int(initial_state is not None), int(output_final_state),
-        1 if state_v_first else V, K if state_v_first else 1,
-    )  # fmt: skip
+    build(plan).forward(
+        q.view(tokens, H, K),
+        k.view(tokens, H, K),
+        _packed(v, tokens, HV, V),
+        a,
+        gates,
+        at.cu_or(gates),
+        unused if initial_state is None else initial_state.float().contiguous().view(-1),
+        o.view(tokens, HV, V),
+        unused if final_state is None else final_state.view(-1),
+        *(scale, at.seqlen, at.cu_step, at.N, HV, HV // H),
+        *(int(initial_state is not None), int(output_final_state)),
+        *((1, K) if state_v_first else (V, 1)),
+    )
     return o, final_state

@@ -6,7 +6,9 @@ from typing import Any
 SM90 = {"kind": "cuda", "arch": "sm_90a"}
 
 
-def compile_kernel(function: Any, pass_configs: dict[Any, Any], target: dict[str, str] = SM90) -> Any:
+def compile_kernel(
+    function: Any, pass_configs: dict[Any, Any], target: dict[str, str] = SM90
+) -> Any:
     """Compile a TileLang function for `target`; needs nvcc, but no GPU."""
     import tilelang
 

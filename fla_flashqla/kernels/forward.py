@@ -6,7 +6,8 @@ into the gate vectors) it runs, per chunk of C = 64 tokens and in transposed for
 operand from registers:
 
     X^T  = S^T K^T                                   [V, C]
-    U^T  = (V^T - X^T o x_j) A^T                     [V, C]     x = e rk
+    W^T  = V^T - X^T o x_j                           [V, C]     x = e rk
+    U^T  = W^T o beta_j + W^T (A - diag(beta))^T     [V, C]
     O^T  = (S^T Q^T) o o_j + U^T P^T                 [V, C]     o = scale e rq
     S^T <- exp(gc_C) S^T + (U^T o u_j) K             [V, K]     u = exp(gc_C - gc) rk
     P    = scale (Q K^T) o exp2(pr_i - pc_j), i >= j [C, C]     pr = log2(e rq), pc = log2(e / rk)
@@ -32,7 +33,18 @@ only reach rows of o that are never stored.
 import tilelang
 import tilelang.language as T
 
-from .prepare import CHUNK, GATE_DECAY, GATE_O, GATE_PC, GATE_PR, GATE_ROWS, GATE_U, GATE_X, HEAD
+from .prepare import (
+    CHUNK,
+    GATE_BETA,
+    GATE_DECAY,
+    GATE_O,
+    GATE_PC,
+    GATE_PR,
+    GATE_ROWS,
+    GATE_U,
+    GATE_X,
+    HEAD,
+)
 
 STAGES = 2
 MATH_REGISTERS, P_REGISTERS, IO_REGISTERS = 208, 72, 24
@@ -45,9 +57,11 @@ PASS_CONFIGS = {
 }
 
 
-# Keeps the causal comparisons of the P warpgroup inside its loop: hoisted, they would hold 30 registers.
-OPAQUE = """
+# gdr_opaque keeps the causal comparisons of the P warpgroup inside its loop: hoisted, they would hold 30 registers.
+# gdr_order keeps ordinary shared-memory accesses on their side of a barrier: the barrier instructions name no memory.
+HELPERS = """
 __device__ __forceinline__ int gdr_opaque(int x) { asm volatile("" : "+r"(x)); return x; }
+__device__ __forceinline__ void gdr_order() { asm volatile("" ::: "memory"); }
 """
 
 
@@ -56,7 +70,9 @@ def forward_kernel(dtype: str):
     C, D, HD = CHUNK, HEAD, HEAD // 2
     f32 = "float32"
     full_row = T.GemmWarpPolicy.FullRow
-    Tn, H, HV, NSLOT, NCU, NH0, NHT = (T.dynamic(n) for n in ("Tn", "H", "HV", "NSLOT", "NCU", "NH0", "NHT"))
+    Tn, H, HV, NSLOT, NCU, NH0, NHT = (
+        T.dynamic(n) for n in ("Tn", "H", "HV", "NSLOT", "NCU", "NH0", "NHT")
+    )
 
     @T.prim_func
     def gdr_forward(
@@ -80,10 +96,12 @@ def forward_kernel(dtype: str):
         stride_k: T.int32,
         stride_v: T.int32,
     ):
-        with T.Kernel(sequences * HV, threads=512, prelude=OPAQUE) as bx:
+        with T.Kernel(sequences * HV, threads=512, prelude=HELPERS) as bx:
             q_s = T.alloc_shared((STAGES, C, D), dtype)
             k_s = T.alloc_shared((STAGES, C, D), dtype)
-            v_s0 = T.alloc_shared((C, D), dtype)  # one buffer per stage: a slice would be read element by element
+            v_s0 = T.alloc_shared(
+                (C, D), dtype
+            )  # one buffer per stage: a slice would be read element by element
             v_s1 = T.alloc_shared((C, D), dtype)
             a_s = T.alloc_shared((STAGES, C, C), dtype)
             p_s = T.alloc_shared((STAGES, C, C), dtype)
@@ -93,12 +111,11 @@ def forward_kernel(dtype: str):
             S = T.alloc_fragment((D, D), f32)
             Sa = T.alloc_fragment((D, HD), dtype)
             Sb = T.alloc_fragment((D, HD), dtype)
-            X = T.alloc_fragment((D, C), f32)
+            X = T.alloc_fragment((D, C), f32)  # X, W, U in turn
             X16 = T.alloc_fragment((D, C), dtype)
             O = T.alloc_fragment((D, C), f32)
             Ot = T.alloc_fragment((C, D), dtype)
             Vt = T.alloc_fragment((C, D), dtype)
-            U = T.alloc_fragment((D, C), f32)
             U16 = T.alloc_fragment((D, C), dtype)
             Ur = T.alloc_fragment((D, C), dtype)
             P = T.alloc_fragment((C, C), f32)
@@ -115,7 +132,9 @@ def forward_kernel(dtype: str):
                 ),
             )
             swizzled = tilelang.layout.make_swizzled_layout
-            T.annotate_layout({Ot: transposed, Vt: transposed, v_s0: swizzled(v_s0), v_s1: swizzled(v_s1)})
+            T.annotate_layout(
+                {Ot: transposed, Vt: transposed, v_s0: swizzled(v_s0), v_s1: swizzled(v_s1)}
+            )
 
             full = T.alloc_barrier(arrive_count=[1] * STAGES)
             empty = T.alloc_barrier(arrive_count=[12] * STAGES)
@@ -149,11 +168,19 @@ def forward_kernel(dtype: str):
                     for s in T.unroll(2):
                         if ii * 2 + s < NT:
                             T.barrier_wait(full[s], ii % 2)
+                            T.call_extern("handle", "gdr_order")
                             if s == 0:
                                 T.copy(v_s0, Vt)
                             else:
                                 T.copy(v_s1, Vt)
-                            T.wgmma_gemm(Sa, k_s[s, :, 0:HD], X, transpose_B=True, policy=full_row, clear_accum=True)
+                            T.wgmma_gemm(
+                                Sa,
+                                k_s[s, :, 0:HD],
+                                X,
+                                transpose_B=True,
+                                policy=full_row,
+                                clear_accum=True,
+                            )
                             T.wgmma_gemm(Sb, k_s[s, :, HD:D], X, transpose_B=True, policy=full_row)
                             # o of the chunk before leaves under X
                             for r, c in T.Parallel(D, C):
@@ -164,20 +191,30 @@ def forward_kernel(dtype: str):
                             T.sync_warp()
                             if tx % 32 == 0:
                                 T.barrier_arrive(o_full)
-                            T.wgmma_gemm(Sa, q_s[s, :, 0:HD], O, transpose_B=True, policy=full_row, clear_accum=True)
+                            T.wgmma_gemm(
+                                Sa,
+                                q_s[s, :, 0:HD],
+                                O,
+                                transpose_B=True,
+                                policy=full_row,
+                                clear_accum=True,
+                            )
                             T.wait_wgmma(1)
                             for r, c in T.Parallel(D, C):
-                                X16[r, c] = Vt[c, r] - X[r, c] * g_s[s, GATE_X, c]
-                            T.wgmma_gemm(X16, a_s[s, :, :], U, transpose_B=True, policy=full_row, clear_accum=True)
+                                X[r, c] = Vt[c, r] - X[r, c] * g_s[s, GATE_X, c]
+                            T.copy(X, X16)
+                            for r, c in T.Parallel(D, C):
+                                X[r, c] *= g_s[s, GATE_BETA, c]
+                            T.wgmma_gemm(X16, a_s[s, :, :], X, transpose_B=True, policy=full_row)
                             T.wgmma_gemm(Sb, q_s[s, :, HD:D], O, transpose_B=True, policy=full_row)
                             decay[0] = g_s[s, GATE_DECAY, 0]
                             for r, c in T.Parallel(D, D):
                                 S[r, c] *= decay[0]
                             T.wait_wgmma(1)
                             for r, c in T.Parallel(D, C):
-                                Ur[r, c] = U[r, c] * g_s[s, GATE_U, c]
+                                Ur[r, c] = X[r, c] * g_s[s, GATE_U, c]
                             T.wgmma_gemm(Ur, k_s[s, :, :], S, policy=full_row)
-                            T.copy(U, U16)
+                            T.copy(X, U16)
                             T.wait_wgmma(1)
                             for r, c in T.Parallel(D, C):
                                 O[r, c] *= g_s[s, GATE_O, c]
@@ -209,7 +246,10 @@ def forward_kernel(dtype: str):
                 for i in T.serial(NT):
                     zero = T.call_extern("int32", "gdr_opaque", 0)
                     T.barrier_wait(full[i % 2], (i // 2) % 2)
-                    T.wgmma_gemm(q_s[i % 2, :, :], k_s[i % 2, :, :], P, transpose_B=True, clear_accum=True)
+                    T.call_extern("handle", "gdr_order")
+                    T.wgmma_gemm(
+                        q_s[i % 2, :, :], k_s[i % 2, :, :], P, transpose_B=True, clear_accum=True
+                    )
                     for j in T.Parallel(C):
                         pr[j] = g_s[i % 2, GATE_PR, j]
                     for j in T.Parallel(C):
@@ -253,6 +293,7 @@ def forward_kernel(dtype: str):
                             if tx % 32 == 0:
                                 T.barrier_arrive(landed)
                             T.barrier_wait(landed, 0)
+                            T.call_extern("handle", "gdr_order")
                             for r in T.serial(length - i * C, C):
                                 for j in T.vectorized(4):
                                     k_s[s, r, (tx % 32) * 4 + j] = 0
@@ -262,6 +303,7 @@ def forward_kernel(dtype: str):
                                 else:
                                     for j in T.vectorized(4):
                                         v_s1[r, (tx % 32) * 4 + j] = 0
+                            T.call_extern("handle", "gdr_order")
                             T.fence_proxy_async()
                         T.sync_warp()
                         if tx % 32 == 0:
@@ -280,8 +322,11 @@ def forward_kernel(dtype: str):
                             T.barrier_arrive(o_empty)
                     if NF < NT:
                         T.barrier_wait(o_full, (NF + 1) % 2)
+                        T.call_extern("handle", "gdr_order")
                         for r in T.serial(length - NF * C):
                             for j in T.vectorized(4):
-                                o[bos + NF * C + r, bh, (tx % 32) * 4 + j] = o_s[r, (tx % 32) * 4 + j]
+                                o[bos + NF * C + r, bh, (tx % 32) * 4 + j] = o_s[
+                                    r, (tx % 32) * 4 + j
+                                ]
 
     return gdr_forward

@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: MIT
+"""What the compiler makes of a kernel: registers, spills, shared memory and instructions. Needs nvcc, no GPU."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections import Counter
+from pathlib import Path
+from typing import Any, NamedTuple
+
+
+class Compiled(NamedTuple):
+    registers: int  # at launch
+    spilled_bytes: int
+    smem_bytes: int  # dynamic and static
+    notes: tuple[str, ...]  # ptxas performance notes (C75xx)
+    instructions: Counter[str]
+
+
+def disassembler() -> str:
+    import triton
+
+    return str(Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump")
+
+
+def compile_for(arch: str, function: Any, pass_configs: dict[Any, Any], folder: Path) -> Compiled:
+    """Compile a TileLang function for `arch` ("sm_90a") with TileLang's own nvcc options."""
+    import tilelang
+    from tilelang.env import CUTLASS_INCLUDE_DIR, TILELANG_TEMPLATE_PATH
+
+    target = tilelang.tvm.target.Target({"kind": "cuda", "arch": arch})
+    with tilelang.tvm.transform.PassContext(opt_level=3, config=pass_configs), target:
+        artifact = tilelang.engine.lower(function, target=target)
+    source, cubin = folder / "kernel.cu", folder / "kernel.cubin"
+    source.write_text(artifact.kernel_source)
+    fast_math = tilelang.PassConfigKey.TL_ENABLE_FAST_MATH
+    options = ["--use_fast_math"] if pass_configs.get(fast_math) else []
+    command = ["nvcc", "-cubin", "-O3", f"-arch={arch}", "-std=c++20", "-Xptxas", "-v", *options]
+    paths = [f"-I{TILELANG_TEMPLATE_PATH}", f"-I{CUTLASS_INCLUDE_DIR}"]
+    done = subprocess.run(
+        [*command, *paths, "-o", str(cubin), str(source)], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    log = done.stdout + done.stderr
+    sass = subprocess.run(
+        [disassembler(), "-sass", str(cubin)], capture_output=True, text=True, check=True
+    ).stdout
+    dynamic = re.findall(r'\(\((\d+),\), "uint8", scope="shared.dyn"\)', str(artifact.device_mod))
+    assert dynamic
+    names = re.findall(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9]+)", sass, re.M)
+    return Compiled(
+        registers=int(re.findall(r"Used (\d+) registers", log)[0]),
+        spilled_bytes=sum(map(int, re.findall(r"(\d+) bytes spill", log))),
+        smem_bytes=sum(map(int, dynamic + re.findall(r"(\d+) bytes smem", log))),
+        notes=tuple(re.findall(r"\((C75\d\d)\)", log)),
+        instructions=Counter(names),
+    )

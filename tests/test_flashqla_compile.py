@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: MIT
+"""Every kernel variant compiles for its architecture within its limits, without a GPU."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+from compiler import Compiled, compile_for
+
+from fla_flashqla.arch import ARCHS
+
+pytestmark = pytest.mark.compile
+DTYPES = ("bfloat16", "float16")
+GATE_DTYPES = ("float32", "bfloat16", "float16")
+SMEM_BYTES = ARCHS[(9, 0)].smem_bytes
+
+
+def report(name: str, compiled: Compiled, record_property: Any) -> None:
+    for field in ("registers", "spilled_bytes", "smem_bytes", "notes"):
+        record_property(field, getattr(compiled, field))
+    print(f"{name}: {compiled._replace(instructions={})}")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_flashqla_compile_forward(dtype: str, tmp_path: Path, record_property: Any) -> None:
+    from fla_flashqla.kernels import forward
+
+    compiled = compile_for("sm_90a", forward.forward_kernel(dtype), forward.PASS_CONFIGS, tmp_path)
+    report(f"forward {dtype}", compiled, record_property)
+    assert compiled.notes == ()  # neither serialised wgmma nor ignored setmaxnreg
+    assert compiled.spilled_bytes == 0
+    assert compiled.registers == 128  # 512 threads share 64 K registers at launch
+    assert compiled.smem_bytes <= SMEM_BYTES
+    # X, S^T Q^T: 8 each; W A^T, U P^T, U K: 4 each, for two stages; P: 8
+    assert compiled.instructions["HGMMA"] == 2 * (8 + 8 + 4 + 4 + 4) + 8
+    assert compiled.instructions["USETMAXREG"] == 3
+    assert compiled.instructions["BAR"] == 1  # behind the barriers' initialisation only
+    assert not {"LDL", "STL", "HMMA"} & compiled.instructions.keys()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "g_dtype", "beta_dtype"), [*itertools.product(DTYPES, GATE_DTYPES, GATE_DTYPES)]
+)
+def test_flashqla_compile_prepare(
+    dtype: str, g_dtype: str, beta_dtype: str, tmp_path: Path, record_property: Any
+) -> None:
+    from fla_flashqla.kernels import prepare
+
+    function = prepare.prepare_kernel(dtype, g_dtype, beta_dtype)
+    compiled = compile_for("sm_90a", function, prepare.PASS_CONFIGS, tmp_path)
+    report(f"prepare {dtype} {g_dtype} {beta_dtype}", compiled, record_property)
+    assert compiled.notes == ()
+    assert compiled.spilled_bytes <= 256  # a few addresses; see MIN_BLOCKS
+    assert compiled.registers <= 65536 // (prepare.WARPS * 32 * prepare.MIN_BLOCKS)
+    assert (compiled.smem_bytes + 1024) * prepare.MIN_BLOCKS <= SMEM_BYTES
+    assert compiled.instructions["HGMMA"] == 8
+    assert compiled.instructions["HMMA"] == 96
+
+
+def test_flashqla_compile_build(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the package itself calls, from an empty memory cache; the disk cache may answer."""
+    from fla_flashqla import chunk
+    from fla_flashqla.plan import Plan
+
+    monkeypatch.setattr(chunk, "_built", {})
+    plan = Plan("sm90", "bfloat16", "float32", "float32")
+    kernels = chunk.build(plan)
+    assert chunk.build(plan) is kernels
+    for kernel, name in zip(kernels, ("gdr_prepare", "gdr_forward"), strict=True):
+        assert f"{name}_kernel" in kernel.get_kernel_source()

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: MIT
+"""The preparation alone against its formulas in float64."""
+
+import pytest
+import torch
+from gpu_helpers import DEVICE, harden, poisoned_memory
+
+from fla_flashqla import chunk
+from fla_flashqla.plan import Plan
+from fla_flashqla.testing import Case, make_inputs, relative_error
+
+pytestmark = [pytest.mark.gpu, pytest.mark.sm90]
+C = 64
+
+
+def prepared(x, lens):
+    """A without its diagonal [chunks, HV, C, C] and the gate vectors [chunks, HV, 7, C], chunk by chunk."""
+    q, k, v, g, beta = (x[n] for n in ("q", "k", "v", "g", "beta"))
+    plan = Plan("sm90", *(str(t.dtype).removeprefix("torch.") for t in (q, g, beta)))
+    with poisoned_memory():
+        a, gates, _ = chunk.prepare(
+            plan, q, k, v, g, beta, 0.5,
+            x["use_qk_l2norm_in_kernel"], x["use_qk_l2norm_in_kernel"], x["cu_seqlens"],
+        )  # fmt: skip
+    slots, bos = [], 0
+    for n, length in enumerate(lens):
+        slots += [bos // C + n + i for i in range(-(-length // C))]
+        bos += length
+    return a[slots].double(), gates[slots].double()
+
+
+def expected(x, lens):
+    q, k, g, beta = (x[n][0].double() for n in ("q", "k", "g", "beta"))
+    HV, group = g.shape[1], g.shape[1] // k.shape[1]
+    rq, rk = (torch.ones_like(t[..., 0]) for t in (q, k))
+    if x["use_qk_l2norm_in_kernel"]:
+        rq, rk = ((t.square().sum(-1) + 1e-6).rsqrt() for t in (q, k))
+    a, gates, bos = [], [], 0
+    for length in lens:
+        for start in range(bos, bos + length, C):
+            rows = slice(start, min(start + C, bos + length))
+            n = rows.stop - rows.start
+            gc, b = g[rows].cumsum(0).T, beta[rows].T  # [HV, n]
+            f, fq = (t[rows].T.repeat_interleave(group, 0) for t in (rk, rq))
+            kn = k[rows].transpose(0, 1).repeat_interleave(group, 0) * f[..., None]
+            decay = (gc[:, :, None] - gc[:, None, :]).tril(-1).exp()
+            M = torch.eye(n, device=k.device) + (b[..., None] * (kn @ kn.mT) * decay).tril(-1)
+            full = torch.zeros(HV, C, C, dtype=torch.float64, device=k.device)
+            full[:, :n, :n] = torch.linalg.inv(M) * b[:, None, :]
+            full.diagonal(dim1=1, dim2=2).zero_()
+            a.append(full)
+            e = torch.zeros(HV, 7, C, dtype=torch.float64, device=k.device)
+            log2 = 1 / torch.tensor(2.0).double().log()
+            last = gc[:, -1:]
+            e[:, :6, :n] = torch.stack(
+                [gc.exp() * f, (last - gc).exp() * f, 0.5 * gc.exp() * fq]
+                + [(gc + fq.log()) * log2, (gc - f.log()) * log2, b],
+                1,
+            )
+            e[:, 6, 0] = last[:, 0].exp()
+            gates.append(e)
+        bos += length
+    return torch.stack(a), torch.stack(gates)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("heads", [(2, 4), (1, 5), (3, 3)])
+@pytest.mark.parametrize("l2norm", [False, True])
+@pytest.mark.parametrize("gates", ["mild", "strong", "zero"])
+def test_flashqla_prepare(dtype, heads, l2norm, gates):
+    lens = (0, 1, 63, 64, 0, 65, 200)
+    case = Case(*heads, lens=lens, dtype=dtype, l2norm=l2norm, gates=gates)
+    compare(make_inputs(case, DEVICE), lens, dtype)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("gates", ["mild", "zero"])
+@pytest.mark.parametrize("keys", ["equal", "alike", "long"])
+def test_flashqla_prepare_inverse(dtype, gates, keys):
+    """The inverse stays as exact as its dtype where its entries are not small."""
+    x = make_inputs(Case(lens=(500,), dtype=dtype, gates=gates), DEVICE)
+    harden(x, keys)
+    compare(x, (500,), dtype)
+
+
+def compare(x, lens, dtype):
+    (a, gates), (want_a, want_gates) = prepared(x, lens), expected(x, lens)
+    # rounding to the dtype alone leaves 0.29 eps on average
+    assert relative_error(a, want_a) <= 0.5 * torch.finfo(getattr(torch, dtype)).eps
+    assert ((a - want_a).abs().amax((-1, -2)) <= 4e-3 * want_a.abs().amax((-1, -2)) + 1e-6).all()
+    gates[:, :, 6, 1:] = 0  # not written
+    for row in range(7):
+        assert relative_error(gates[:, :, row], want_gates[:, :, row]) <= 2e-6, row

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -23,31 +22,24 @@ class Kernels(NamedTuple):
 
 
 _built: dict[Plan, Kernels] = {}
-_lock = threading.Lock()
 
 
 def build(plan: Plan) -> Kernels:
     """Compile the kernels of `plan`, once per process; raises what the compiler raises."""
     kernels = _built.get(plan)
     if kernels is None:
-        with _lock:
-            kernels = _built.get(plan)
-            if kernels is None:
-                from .kernels import compile_kernel, forward, prepare
+        from .kernels import compile_kernel, forward, prepare
 
-                with ThreadPoolExecutor(2) as pool:  # most of the time goes into a subprocess each
-                    jobs = (
-                        pool.submit(
-                            compile_kernel,
-                            prepare.prepare_kernel(plan.dtype, plan.g_dtype, plan.beta_dtype),
-                            prepare.PASS_CONFIGS,
-                        ),
-                        pool.submit(
-                            compile_kernel, forward.forward_kernel(plan.dtype), forward.PASS_CONFIGS
-                        ),
-                    )
-                    kernels = Kernels(*(job.result() for job in jobs))
-                _built[plan] = kernels
+        sources = (
+            (
+                prepare.prepare_kernel(plan.dtype, plan.g_dtype, plan.beta_dtype),
+                prepare.PASS_CONFIGS,
+            ),
+            (forward.forward_kernel(plan.dtype), forward.PASS_CONFIGS),
+        )
+        with ThreadPoolExecutor(len(sources)) as pool:  # most of the time is spent in nvcc
+            kernels = Kernels(*pool.map(compile_kernel, *zip(*sources, strict=True)))
+        _built[plan] = kernels
     return kernels
 
 
@@ -89,7 +81,7 @@ class _Layout(NamedTuple):
 class Prepared(NamedTuple):
     """What is known of the chunks before any state, see kernels/prepare.py."""
 
-    a: torch.Tensor  # [slots, HV, 64, 64]
+    t: torch.Tensor  # [slots, HV, 64, 64]
     gates: torch.Tensor  # [slots, HV, 7, 64]
     o: torch.Tensor  # [B, T, HV, V], 0 behind the last boundary and not yet written before it
 
@@ -111,7 +103,7 @@ def prepare(
     HV, V = v.shape[2:]
     tokens = B * T
     at = _Layout.of(B, T, cu_seqlens)
-    a = q.new_empty(at.slots, HV, CHUNK, CHUNK)
+    t = q.new_empty(at.slots, HV, CHUNK, CHUNK)
     gates = q.new_empty(at.slots, HV, 7, CHUNK, dtype=torch.float32)
     o = torch.empty(B, T, HV, V, dtype=q.dtype, device=q.device)
     build(plan).prepare(
@@ -120,12 +112,12 @@ def prepare(
         g.contiguous().view(tokens, HV),
         beta.contiguous().view(tokens, HV),
         at.cu_or(gates),
-        a,
+        t,
         gates,
         o.view(tokens, HV, V),
         *(scale, at.seqlen, at.cu_step, at.N, H, HV // H, int(normalize_q), int(normalize_k)),
     )
-    return Prepared(a, gates, o)
+    return Prepared(t, gates, o)
 
 
 def forward(
@@ -171,7 +163,7 @@ def forward(
     if normalize_k and plan.dtype == "float16":
         # The kernels multiply U by 1 / |k| and round it: float16 has no such small numbers for long keys.
         k, normalize_k = _normalized(k), False
-    a, gates, o = prepare(
+    t, gates, o = prepare(
         plan, q, k, v, g, beta, scale, use_qk_l2norm_in_kernel, normalize_k, cu_seqlens
     )
     unused = gates.view(-1)  # stands in for what is not there
@@ -183,7 +175,7 @@ def forward(
         q.view(tokens, H, K),
         k.view(tokens, H, K),
         _packed(v, tokens, HV, V),
-        a,
+        t,
         gates,
         at.cu_or(gates),
         unused if initial_state is None else initial_state.float().contiguous().view(-1),

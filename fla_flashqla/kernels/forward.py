@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: MIT
 """Forward recurrence over the chunks of one sequence and value head, state in registers (SM90).
 
-One block per (value head, sequence). With the chunk quantities of `prepare.py` (A; e = exp(gc) and the l2norm factors folded
-into the gate vectors) it runs, per chunk of C = 64 tokens and in transposed form so that every chained product takes its left
-operand from registers:
+One block per (value head, sequence). With the chunk quantities of `prepare.py` (T = M^-1; e = exp(gc) and the l2norm factors
+are folded into the gate vectors) it runs, per chunk of C = 64 tokens and in transposed form so that every chained product takes
+its left operand from registers:
 
     X^T  = S^T K^T                                   [V, C]
-    W^T  = V^T - X^T o x_j                           [V, C]     x = e rk
-    U^T  = W^T o beta_j + W^T (A - diag(beta))^T     [V, C]
+    W^T  = V^T o beta_j - X^T o x_j                  [V, C]     x = beta e rk
+    U^T  = W^T T^T                                   [V, C]
     O^T  = (S^T Q^T) o o_j + U^T P^T                 [V, C]     o = scale e rq
     S^T <- exp(gc_C) S^T + (U^T o u_j) K             [V, K]     u = exp(gc_C - gc) rk
     P    = scale (Q K^T) o exp2(pr_i - pc_j), i >= j [C, C]     pr = log2(e rq), pc = log2(e / rk)
@@ -16,7 +16,7 @@ Roles (512 threads): warpgroups 0 and 1 each keep 64 rows of S^T and run the cha
 makes P; warp 12 loads by TMA, warp 13 stores o.
 
     barrier      arrivals             set by              awaited by        meaning
-    full[s]      1 + bytes            loader              math, P           stage s (q k v A gates) is readable
+    full[s]      1 + bytes            loader              math, P           stage s (q k v T gates) is readable
     empty[s]     12 warps             math, P             loader            stage s may be overwritten
     p_full[s]    4 warps              P                   math              P of stage s is in shared memory
     p_empty[s]   8 warps              math                P                 P of stage s may be overwritten
@@ -26,9 +26,12 @@ makes P; warp 12 loads by TMA, warp 13 stores o.
 
 Stage s of chunk i is i % 2, its phase (i // 2) % 2. The rows of a tail chunk that lie behind the sequence belong to someone
 else (or to nobody): the loader zeroes them in K and V before it hands the stage over, so that nothing they hold, NaN
-included, reaches this sequence; A and the gate vectors are zero there by construction; Q needs no cleaning, since its rows
+included, reaches this sequence; T and the gate vectors are zero there by construction; Q needs no cleaning, since its rows
 only reach rows of o that are never stored.
 """
+
+from functools import partial
+from pathlib import Path
 
 import tilelang
 import tilelang.language as T
@@ -57,19 +60,13 @@ PASS_CONFIGS = {
 }
 
 
-# gdr_opaque keeps the causal comparisons of the P warpgroup inside its loop: hoisted, they would hold 30 registers.
-# gdr_order keeps ordinary shared-memory accesses on their side of a barrier: the barrier instructions name no memory.
-HELPERS = """
-__device__ __forceinline__ int gdr_opaque(int x) { asm volatile("" : "+r"(x)); return x; }
-__device__ __forceinline__ void gdr_order() { asm volatile("" ::: "memory"); }
-"""
-
-
 def forward_kernel(dtype: str):
     """TileLang source of the forward recurrence for q, k, v in `dtype` ("bfloat16" or "float16")."""
-    C, D, HD = CHUNK, HEAD, HEAD // 2
+    C, D, HC, HD = CHUNK, HEAD, CHUNK // 2, HEAD // 2
     f32 = "float32"
     full_row = T.GemmWarpPolicy.FullRow
+    matmul = partial(T.wgmma_gemm, transpose_B=True, policy=full_row)
+    source = Path(__file__).with_suffix(".cuh").read_text()
     Tn, H, HV, NSLOT, NCU, NH0, NHT = (
         T.dynamic(n) for n in ("Tn", "H", "HV", "NSLOT", "NCU", "NH0", "NHT")
     )
@@ -79,7 +76,7 @@ def forward_kernel(dtype: str):
         q: T.Tensor((Tn, H, D), dtype),
         k: T.Tensor((Tn, H, D), dtype),
         v: T.Tensor((Tn, HV, D), dtype),
-        a: T.Tensor((NSLOT, HV, C, C), dtype),
+        ti: T.Tensor((NSLOT, HV, C, C), dtype),
         gates: T.Tensor((NSLOT, HV, GATE_ROWS, C), f32),
         cu: T.Tensor((NCU,), "int32"),
         h0: T.Tensor((NH0,), f32),
@@ -96,14 +93,14 @@ def forward_kernel(dtype: str):
         stride_k: T.int32,
         stride_v: T.int32,
     ):
-        with T.Kernel(sequences * HV, threads=512, prelude=HELPERS) as bx:
+        with T.Kernel(sequences * HV, threads=512, prelude=source) as bx:
             q_s = T.alloc_shared((STAGES, C, D), dtype)
             k_s = T.alloc_shared((STAGES, C, D), dtype)
             v_s0 = T.alloc_shared(
                 (C, D), dtype
             )  # one buffer per stage: a slice would be read element by element
             v_s1 = T.alloc_shared((C, D), dtype)
-            a_s = T.alloc_shared((STAGES, C, C), dtype)
+            t_s = T.alloc_shared((STAGES, C, C), dtype)
             p_s = T.alloc_shared((STAGES, C, C), dtype)
             o_s = T.alloc_shared((C, D), dtype)
             g_s = T.alloc_shared((STAGES, GATE_ROWS, C), f32)
@@ -111,13 +108,17 @@ def forward_kernel(dtype: str):
             S = T.alloc_fragment((D, D), f32)
             Sa = T.alloc_fragment((D, HD), dtype)
             Sb = T.alloc_fragment((D, HD), dtype)
-            X = T.alloc_fragment((D, C), f32)  # X, W, U in turn
-            X16 = T.alloc_fragment((D, C), dtype)
+            X = T.alloc_fragment((D, C), f32)
+            W0 = T.alloc_fragment((D, HC), dtype)  # W, U, U o u: two halves of the tokens
+            W1 = T.alloc_fragment((D, HC), dtype)
+            U0 = T.alloc_fragment((D, HC), f32)
+            U1 = T.alloc_fragment((D, HC), f32)
+            Ur0 = T.alloc_fragment((D, HC), dtype)
+            Ur1 = T.alloc_fragment((D, HC), dtype)
             O = T.alloc_fragment((D, C), f32)
             Ot = T.alloc_fragment((C, D), dtype)
             Vt = T.alloc_fragment((C, D), dtype)
             U16 = T.alloc_fragment((D, C), dtype)
-            Ur = T.alloc_fragment((D, C), dtype)
             P = T.alloc_fragment((C, C), f32)
             P16 = T.alloc_fragment((C, C), dtype)
             pr = T.alloc_fragment((C,), f32)
@@ -162,69 +163,61 @@ def forward_kernel(dtype: str):
                 T.clear(O)
                 for r, c in T.Parallel(D, HD):
                     Sa[r, c] = S[r, c]
-                for r, c in T.Parallel(D, HD):
-                    Sb[r, c] = S[r, c + HD]
                 for ii in T.serial(T.ceildiv(NT, 2)):
                     for s in T.unroll(2):
                         if ii * 2 + s < NT:
                             T.barrier_wait(full[s], ii % 2)
                             T.call_extern("handle", "gdr_order")
-                            if s == 0:
-                                T.copy(v_s0, Vt)
-                            else:
-                                T.copy(v_s1, Vt)
-                            T.wgmma_gemm(
-                                Sa,
-                                k_s[s, :, 0:HD],
-                                X,
-                                transpose_B=True,
-                                policy=full_row,
-                                clear_accum=True,
-                            )
-                            T.wgmma_gemm(Sb, k_s[s, :, HD:D], X, transpose_B=True, policy=full_row)
-                            # o of the chunk before leaves under X
-                            for r, c in T.Parallel(D, C):
+                            matmul(Sa, k_s[s, :, 0:HD], X, clear_accum=True)
+                            for r, c in T.Parallel(D, HD):
+                                Sb[r, c] = S[r, c + HD]
+                            matmul(Sb, k_s[s, :, HD:D], X)
+                            for r, c in T.Parallel(D, C):  # o of the chunk before
                                 Ot[c, r] = O[r, c]
+                            matmul(Sa, q_s[s, :, 0:HD], O, clear_accum=True)
                             T.barrier_wait(o_empty, (s + 1) % 2)
                             T.copy(Ot, o_s)
                             T.fence_proxy_async()
                             T.sync_warp()
                             if tx % 32 == 0:
                                 T.barrier_arrive(o_full)
-                            T.wgmma_gemm(
-                                Sa,
-                                q_s[s, :, 0:HD],
-                                O,
-                                transpose_B=True,
-                                policy=full_row,
-                                clear_accum=True,
-                            )
+                            if s == 0:
+                                T.copy(v_s0, Vt)
+                            else:
+                                T.copy(v_s1, Vt)
+                            for r, c in T.Parallel(D, C):
+                                Vt[c, r] = Vt[c, r] * g_s[s, GATE_BETA, c]
                             T.wait_wgmma(1)
-                            for r, c in T.Parallel(D, C):
-                                X[r, c] = Vt[c, r] - X[r, c] * g_s[s, GATE_X, c]
-                            T.copy(X, X16)
-                            for r, c in T.Parallel(D, C):
-                                X[r, c] *= g_s[s, GATE_BETA, c]
-                            T.wgmma_gemm(X16, a_s[s, :, :], X, transpose_B=True, policy=full_row)
-                            T.wgmma_gemm(Sb, q_s[s, :, HD:D], O, transpose_B=True, policy=full_row)
+                            for r, c in T.Parallel(D, HC):
+                                W0[r, c] = Vt[c, r] - X[r, c] * g_s[s, GATE_X, c]
+                            for r, c in T.Parallel(D, HC):
+                                W1[r, c] = Vt[c + HC, r] - X[r, c + HC] * g_s[s, GATE_X, c + HC]
+                            matmul(W0, t_s[s, 0:HC, 0:HC], U0, clear_accum=True)
+                            matmul(W0, t_s[s, HC:C, 0:HC], U1, clear_accum=True)
+                            matmul(W1, t_s[s, HC:C, HC:C], U1)
+                            matmul(Sb, q_s[s, :, HD:D], O)
                             decay[0] = g_s[s, GATE_DECAY, 0]
                             for r, c in T.Parallel(D, D):
                                 S[r, c] *= decay[0]
                             T.wait_wgmma(1)
-                            for r, c in T.Parallel(D, C):
-                                Ur[r, c] = X[r, c] * g_s[s, GATE_U, c]
-                            T.wgmma_gemm(Ur, k_s[s, :, :], S, policy=full_row)
-                            T.copy(X, U16)
-                            T.wait_wgmma(1)
+                            for r, c in T.Parallel(D, HC):
+                                Ur0[r, c] = U0[r, c] * g_s[s, GATE_U, c]
+                            T.wgmma_gemm(Ur0, k_s[s, 0:HC, :], S, policy=full_row)
+                            for r, c in T.Parallel(D, HC):
+                                Ur1[r, c] = U1[r, c] * g_s[s, GATE_U, c + HC]
+                            T.wgmma_gemm(Ur1, k_s[s, HC:C, :], S, policy=full_row)
+                            for r, c in T.Parallel(D, HC):
+                                U16[r, c] = U0[r, c]
+                            for r, c in T.Parallel(D, HC):
+                                U16[r, c + HC] = U1[r, c]
+                            T.wait_wgmma(2)
                             for r, c in T.Parallel(D, C):
                                 O[r, c] *= g_s[s, GATE_O, c]
                             T.barrier_wait(p_full[s], ii % 2)
-                            T.wgmma_gemm(U16, p_s[s, :, :], O, transpose_B=True, policy=full_row)
+                            matmul(U16, p_s[s, :, :], O)
                             T.wait_wgmma(1)
                             for r, c in T.Parallel(D, HD):
                                 Sa[r, c] = S[r, c]
-                            for r, c in T.Parallel(D, HD):
-                                Sb[r, c] = S[r, c + HD]
                             T.wait_wgmma(0)
                             if tx % 32 == 0:
                                 T.barrier_arrive(empty[s])
@@ -275,7 +268,7 @@ def forward_kernel(dtype: str):
                         t0 = bos + i * C
                         T.barrier_wait(empty[s], (i // STAGES + 1) % 2)
                         T.tma_copy(gates[slot + i, bh, :, :], g_s[s, :, :], barrier=full[s])
-                        T.tma_copy(a[slot + i, bh, :, :], a_s[s, :, :], barrier=full[s])
+                        T.tma_copy(ti[slot + i, bh, :, :], t_s[s, :, :], barrier=full[s])
                         T.tma_copy(q[t0 : t0 + C, hq, :], q_s[s, :, :], barrier=full[s])
                         if length - i * C >= C:
                             T.tma_copy(k[t0 : t0 + C, hq, :], k_s[s, :, :], barrier=full[s])

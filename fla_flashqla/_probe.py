@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: MIT
+"""Calls FLA's operator the way a user's program does; `fla-flashqla check` runs this file as a script.
+
+It runs in a process of its own because the proof needs one in which nothing but `import torch` has
+loaded this package, and because a broken compiler library can abort the process that loads it.
+Each line of its standard output is one JSON object; what libraries print goes to standard error.
+
+    python _probe.py DEVICE FALLBACK     DEVICE: cpu or cuda:N; FALLBACK: the folder to import from by hand
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import logging
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+FLOAT32_BOUND = 1e-5  # relative L2 of the CPU reference; `testing` has the bounds of kernels
+
+
+def main(device: str, fallback: str) -> None:
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+
+    def emit(event: str, **data: Any) -> None:
+        print(json.dumps({"event": event, **data}), file=out, flush=True)
+
+    # Our warnings, as a user would see them; the logger needs no import of ours.
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: emit("warning", text=record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("fla_flashqla").addHandler(handler)
+
+    # A script's own folder comes first on the path: our modules must not answer to top-level names.
+    here = os.path.dirname(os.path.abspath(__file__))
+    sys.path[:] = [p for p in sys.path if os.path.abspath(p or ".") != here]
+
+    try:
+        import torch
+    except BaseException as error:
+        emit("torch", error=describe_error(error))
+        return
+    emit("torch", error=None)
+    try:
+        from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+    except BaseException as error:
+        emit("fla", error=describe_error(error), loaded="fla_flashqla" in sys.modules)
+        return
+    emit("fla", error=None, loaded="fla_flashqla" in sys.modules)
+
+    if not _reach(chunk_gated_delta_rule, torch.device(device), fallback, emit):
+        return
+    try:
+        cases = _cases(device, chunk_gated_delta_rule)
+    except BaseException as error:
+        emit("done", error=describe_error(error))
+        return
+    for case in cases:
+        emit("start", name=case.id)
+        try:
+            result = _compare(chunk_gated_delta_rule, torch.device(device), case)
+        except BaseException as error:
+            result = {"ok": False, "error": describe_error(error)}
+        emit("case", name=case.id, **result)
+    emit("done", error=None)
+
+
+def describe_error(error: BaseException) -> str:
+    """One line: the type and the first line of the message."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def _reach(operator: Callable[..., Any], device: Any, fallback: str, emit: Any) -> bool:
+    """Whether the operator answers through us: first as loaded, then after an import by hand."""
+    import torch
+
+    shape = (1, 64, 1, 128)
+    q, k, v = (torch.randn(shape, device=device, dtype=torch.bfloat16) for _ in range(3))
+    g, beta = (torch.rand(shape[:3], device=device) for _ in range(2))
+    for by in ("import torch", "import fla_flashqla"):
+        if by == "import torch" and "fla_flashqla" not in sys.modules:
+            continue
+        try:
+            if fallback not in sys.path:
+                sys.path.append(fallback)
+            import fla_flashqla
+        except BaseException as error:
+            emit("reach", loaded_by=by, answered="none", error=describe_error(error))
+            return False
+        before, error_text = fla_flashqla.dispatch_report(), None
+        try:
+            with torch.no_grad():
+                operator(q, k, v, -g, beta, use_qk_l2norm_in_kernel=True)
+        except BaseException as error:
+            error_text = describe_error(error)
+        after = fla_flashqla.dispatch_report()
+        answered, detail = _answered(before, after)
+        emit(
+            "reach",
+            loaded_by=by,
+            answered=answered,
+            detail=detail,
+            error=error_text,
+            mechanism=after.get("reach"),
+            file=fla_flashqla.__file__,
+        )
+        if answered != "none":
+            return answered != "refused" and error_text is None
+    return False
+
+
+def _answered(before: dict[str, Any], after: dict[str, Any]) -> tuple[str, str | None]:
+    """Which counter moved: ("kernels" | "reference" | "refused" | "none", its name)."""
+    for key, answer in (("ran", "kernels"), ("refused", "refused")):
+        for name, count in after[key].items():
+            if count > before[key].get(name, 0):
+                return answer, name
+    return ("reference", None) if after["reference"] > before["reference"] else ("none", None)
+
+
+def _cases(device: str, operator: Callable[..., Any]) -> list[Any]:
+    """Small calls that between them use lengths off the chunk, `cu_seqlens`, states, both layouts."""
+    from fla_flashqla.testing import Case
+
+    v_first = "state_v_first" in inspect.signature(operator).parameters  # since FLA 0.5.1
+    dtypes = ("float32", "bfloat16") if device == "cpu" else ("bfloat16", "float16")
+    lens = (1, 63, 0, 70) if device == "cpu" else (1, 63, 0, 65, 371)
+    forms: tuple[dict[str, Any], ...] = (
+        {"B": 2, "T": sum(lens), "state_dtype": None},
+        {"lens": lens, "tail": 3, "gates": "strong", "l2norm": True},
+        {"lens": lens, "tail": 3, "gates": "zero", "l2norm": True, "state_v_first": True},
+    )
+    return [Case(dtype=dtype, **form) for dtype in dtypes for form in forms[: 2 + v_first]]
+
+
+def _compare(operator: Callable[..., Any], device: Any, case: Any) -> dict[str, Any]:
+    """Errors of one call against the token recurrence in float64, and what answered it."""
+    import torch
+
+    import fla_flashqla
+    from fla_flashqla import reference, testing
+
+    # An older FLA may not have every option, which then must be at its default.
+    known = inspect.signature(operator).parameters
+    inputs = testing.make_inputs(case, device)
+    inputs = {name: x for name, x in inputs.items() if name in known or x is not False}
+    exact = {
+        name: x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x
+        for name, x in inputs.items()
+    }
+    before = fla_flashqla.dispatch_report()
+    with torch.no_grad():
+        o, state = operator(**inputs)
+        answered, detail = _answered(before, fla_flashqla.dispatch_report())
+        exact_o, exact_state = reference.recurrent_gated_delta_rule(**exact)
+    assert exact_state is not None
+    errors = {
+        "o": testing.relative_error(o, exact_o),
+        "final_state": testing.relative_error(state, exact_state),
+    }
+    bound = FLOAT32_BOUND if case.dtype == "float32" else testing.BOUNDS[case.dtype]
+    ours = answered == ("reference" if device.type == "cpu" else "kernels")
+    return {
+        "ok": ours and all(error <= bound for error in errors.values()),
+        "answered": answered,
+        "detail": detail,
+        "relative_errors": errors,
+        "bound": bound,
+        "error": None,
+    }
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: MIT
+"""The public operator: describe the call, plan it, run what was planned."""
+
+from __future__ import annotations
+
+import os
+import threading
+from typing import Any
+
+import torch
+
+from fla_flashqla import chunk, reference, report
+from fla_flashqla.call import Unsupported, describe
+from fla_flashqla.plan import Plan, Reference, Refusal, plan
+from fla_flashqla.report import logger
+
+Decision = Plan | Reference | Refusal
+Result = tuple[torch.Tensor, torch.Tensor | None]
+
+
+class FirstLaunchError(Exception):
+    """A plan failed before it ever succeeded; it is refused from now on. Has the error as cause."""
+
+
+class _Kernels:
+    """What this process knows about the kernels of one plan."""
+
+    __slots__ = ("cause", "path", "proven")
+
+    def __init__(self, plan: Plan) -> None:
+        self.path = f"forward {plan.arch} {plan.dtype}"
+        self.cause: str | None = None  # why such calls are refused
+        self.proven = False  # a launch has succeeded, so a later error is not hidden
+
+    def fail(self, what: str, error: Exception) -> None:
+        self.cause = f"{self.path} {what}: {_summary(error)}"
+        logger.warning("%s; such calls are left to FLA from now on", self.cause)
+        logger.debug("%s", self.cause, exc_info=error)
+
+
+def _summary(error: Exception) -> str:
+    """The one line that tells the cause: a compiler's error comes with the source in front."""
+    lines = [line.strip() for line in str(error).rpartition("Compilation error:\n")[2].splitlines()]
+    lines = [line for line in lines if line] or [""]
+    telling = [line for line in lines if "error" in line.lower() or "fatal" in line.lower()]
+    return f"{type(error).__name__}: {(telling or lines)[0][:300]}"
+
+
+_kernels: dict[Plan, _Kernels] = {}
+_build_lock = threading.Lock()
+
+
+def _renew_lock() -> None:
+    global _build_lock
+    _build_lock = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_renew_lock)
+
+
+def _build(plan: Plan) -> _Kernels:
+    with _build_lock:
+        kernels = _kernels.get(plan)
+        if kernels is None:
+            kernels = _Kernels(plan)
+            try:
+                chunk.build(plan)
+            except Exception as error:
+                kernels.fail("cannot be built", error)
+            _kernels[plan] = kernels
+    return kernels
+
+
+def decide(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Decision:
+    """Say what answers a call; a plan is returned with its kernels built."""
+    decision = plan(describe(*args, **kwargs))
+    if isinstance(decision, Plan):
+        kernels = _kernels.get(decision) or _build(decision)
+        if kernels.cause is not None:
+            return Refusal(kernels.cause)
+    return decision
+
+
+def run(decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Result:
+    """Answer a call as `decide` said, and count it."""
+    if isinstance(decision, Plan):
+        return _forward(decision, *args, **kwargs)
+    if isinstance(decision, Refusal):
+        report.refused(decision.reason)
+        raise Unsupported(decision.reason)
+    result = reference.chunk_gated_delta_rule(*args, **kwargs)
+    report.reference_ran()
+    return result
+
+
+def _forward(
+    plan: Plan,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    scale: float | None = None,
+    initial_state: torch.Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
+    *_: Any,
+    **__: Any,
+) -> Result:
+    # The plan vouches that what is not passed on is at its default or restates what is.
+    kernels = _kernels[plan]
+    try:
+        result = chunk.forward(
+            plan,
+            q,
+            k,
+            v,
+            g,
+            beta,
+            q.shape[-1] ** -0.5 if scale is None else scale,
+            initial_state,
+            output_final_state,
+            use_qk_l2norm_in_kernel,
+            state_v_first,
+            cu_seqlens,
+        )
+    except torch.OutOfMemoryError:
+        raise  # says nothing about the kernels
+    except Exception as error:
+        if kernels.proven:
+            raise
+        kernels.fail("failed at its first launch", error)
+        raise FirstLaunchError from error
+    kernels.proven = True
+    report.ran(kernels.path)
+    return result
+
+
+def chunk_gated_delta_rule(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    scale: float | None = None,
+    initial_state: torch.Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
+    cu_seqlens_cpu: torch.Tensor | None = None,
+    chunk_indices: torch.Tensor | None = None,
+    cp_context: Any = None,
+    **kwargs: Any,
+) -> Result:
+    """Run the chunked Gated Delta Rule: arguments and results of FLA 0.6.0's operator, without FLA.
+
+    Args:
+        q (torch.Tensor):
+            Queries, `[B, T, H, K]`; float16 or bfloat16 on a GPU, any float dtype on the CPU.
+        k (torch.Tensor):
+            Keys, `[B, T, H, K]`.
+        v (torch.Tensor):
+            Values, `[B, T, HV, V]`; HV is a multiple of H.
+        g (torch.Tensor):
+            Log-space decay (natural log), `[B, T, HV]`.
+        beta (torch.Tensor):
+            Step sizes, `[B, T, HV]`.
+        scale (float, Optional):
+            Factor of the output. Default: `K ** -0.5`.
+        initial_state (torch.Tensor, Optional):
+            `[N, HV, K, V]`. Default: `None` (zero).
+        output_final_state (bool):
+            Whether to return the final state. Default: `False`.
+        use_qk_l2norm_in_kernel (bool):
+            Whether q and k are normalised here. Default: `False`.
+        use_beta_sigmoid_in_kernel (bool):
+            Whether beta passes through a sigmoid here. Default: `False`.
+        allow_neg_eigval (bool):
+            Whether that sigmoid is doubled. Default: `False`.
+        state_v_first (bool):
+            Whether states are `[N, HV, V, K]`. Default: `False`.
+        cu_seqlens (torch.Tensor, Optional):
+            Boundaries of N packed sequences, `[N + 1]`, int32 or int64, with B = 1.
+        cu_seqlens_cpu (torch.Tensor, Optional):
+            The same on the CPU; not read.
+        chunk_indices (torch.Tensor, Optional):
+            Derived from `cu_seqlens`; not read.
+        cp_context (Any, Optional):
+            Context parallelism; refused.
+        **kwargs (Any):
+            FLA's `use_gate_in_kernel`, `A_log`, `dt_bias`, `chunk_size`.
+
+    Returns:
+        o `[B, T, HV, V]` in q's dtype, and the float32 final state or `None`.
+
+    Raises:
+        Unsupported: no kernel of ours answers this call; the text says why.
+    """
+    args = (
+        *(q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel),
+        *(use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first),
+        *(cu_seqlens, cu_seqlens_cpu, chunk_indices, cp_context),
+    )
+    try:
+        return run(decide(args, kwargs), args, kwargs)
+    except FirstLaunchError as error:
+        assert error.__cause__ is not None
+        raise error.__cause__ from None

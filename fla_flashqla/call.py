@@ -1,0 +1,238 @@
+# SPDX-License-Identifier: MIT
+"""Tensors and flags of one call to plain host facts: reads metadata only, never the device."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from fla_flashqla import arch
+
+
+class Unsupported(Exception):
+    """A call that this package does not answer; the text is the planner's reason."""
+
+
+class Call(NamedTuple):
+    """All that a plan may depend on. `malformed` says what contradicts itself, for any path.
+
+    A tuple because one is made on every call: a frozen dataclass of this size costs 2 us more.
+    """
+
+    device_type: str
+    device_index: int
+    sm: tuple[int, int] | None
+    is_hip: bool
+    malformed: str | None = None
+    q_dtype: str = ""
+    k_dtype: str = ""
+    v_dtype: str = ""
+    g_dtype: str = ""
+    beta_dtype: str = ""
+    state_dtype: str | None = None
+    B: int = 0
+    T: int = 0
+    H: int = 0
+    HV: int = 0
+    K: int = 0
+    V: int = 0
+    N: int = 0
+    varlen: bool = False
+    needs_grad: bool = False
+    output_final_state: bool = False
+    use_qk_l2norm_in_kernel: bool = False
+    use_beta_sigmoid_in_kernel: bool = False
+    allow_neg_eigval: bool = False
+    state_v_first: bool = False
+    use_gate_in_kernel: bool = False
+    transpose_state_layout: bool = False
+    cp_context: bool = False
+    chunk_size: int = 64
+    unknown: tuple[str, ...] = ()
+
+
+KNOWN_KEYWORDS = frozenset(
+    {
+        "use_gate_in_kernel",
+        "A_log",
+        "dt_bias",
+        "chunk_size",
+        "transpose_state_layout",
+        "head_first",
+    }
+)
+# A subclass (DTensor, FakeTensor, ...) has no memory of its own that a kernel could be given.
+_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
+_NAMES = {
+    torch.bfloat16: "bfloat16",
+    torch.float16: "float16",
+    torch.float32: "float32",
+    torch.float64: "float64",
+}
+
+
+def _name(dtype: torch.dtype) -> str:
+    return _NAMES.get(dtype) or str(dtype).removeprefix("torch.")
+
+
+def describe(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    scale: Any = None,
+    initial_state: torch.Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
+    cu_seqlens_cpu: torch.Tensor | None = None,
+    chunk_indices: torch.Tensor | None = None,
+    cp_context: Any = None,
+    **kwargs: Any,
+) -> Call:
+    """Describe a call of FLA's operator (same arguments) without raising, syncing or launching.
+
+    `cu_seqlens_cpu` and `chunk_indices` only restate `cu_seqlens`; they decide nothing.
+    """
+    for name, x in (("q", q), ("k", k), ("v", v), ("g", g), ("beta", beta)):
+        if type(x) not in _PLAIN:
+            return _malformed(f"{name} must be a plain torch.Tensor, got {type(x).__name__}")
+    device = q.device
+    device_type, device_index, sm, is_hip = arch.device_facts(device)
+
+    # Shapes: on the accept path only comparisons, no text.
+    q_shape, v_shape = q.shape, v.shape
+    if len(q_shape) != 4 or len(v_shape) != 4:
+        return _malformed(
+            f"q and v must have 4 dimensions, got {tuple(q_shape)} and {tuple(v_shape)}"
+        )
+    B, T, H, K = q_shape
+    Bv, Tv, HV, V = v_shape
+    if k.shape != q_shape:
+        return _malformed(f"k must have q's shape {tuple(q_shape)}, got {tuple(k.shape)}")
+    if Bv != B or Tv != T:
+        return _malformed(f"v must start with [B, T] = [{B}, {T}], got [{Bv}, {Tv}]")
+    if not H or HV % H:
+        return _malformed(f"HV must be a multiple of H, got H={H}, HV={HV}")
+    gate_shape = (B, T, HV)
+    if g.shape != gate_shape:
+        return _malformed(f"g must be [B, T, HV] = {gate_shape}, got {tuple(g.shape)}")
+    if beta.shape != gate_shape:
+        return _malformed(f"beta must be [B, T, HV] = {gate_shape}, got {tuple(beta.shape)}")
+    if scale is not None and not isinstance(scale, (int, float)):
+        return _malformed(f"scale must be a number or None, got {type(scale).__name__}")
+    if k.device != device or v.device != device or g.device != device or beta.device != device:
+        return _malformed("q, k, v, g and beta must be on one device")
+
+    N = B
+    if cu_seqlens is not None:
+        if type(cu_seqlens) not in _PLAIN or cu_seqlens.dim() != 1 or not cu_seqlens.shape[0]:
+            return _malformed("cu_seqlens must be a 1-D tensor with N + 1 boundaries")
+        if cu_seqlens.dtype is not torch.int32 and cu_seqlens.dtype is not torch.int64:
+            return _malformed(f"cu_seqlens must be int32 or int64, got {_name(cu_seqlens.dtype)}")
+        if B != 1:
+            return _malformed(f"B must be 1 with cu_seqlens, got {B}")
+        if cu_seqlens.device != device:
+            return _malformed("cu_seqlens must be on q's device")
+        N = cu_seqlens.shape[0] - 1
+
+    state_dtype = None
+    if initial_state is not None:
+        if type(initial_state) not in _PLAIN:
+            return _malformed(
+                f"initial_state must be a plain tensor, got {type(initial_state).__name__}"
+            )
+        v_first = state_v_first or kwargs.get("transpose_state_layout")
+        state_shape = (N, HV, V, K) if v_first else (N, HV, K, V)
+        if initial_state.shape != state_shape:
+            return _malformed(
+                f"initial_state must be {state_shape}, got {tuple(initial_state.shape)}"
+            )
+        if initial_state.device != device:
+            return _malformed("initial_state must be on q's device")
+        state_dtype = _name(initial_state.dtype)
+
+    grad = torch.is_grad_enabled()
+    needs_grad = grad and (
+        q.requires_grad
+        or k.requires_grad
+        or v.requires_grad
+        or g.requires_grad
+        or beta.requires_grad
+        or (initial_state is not None and initial_state.requires_grad)
+    )
+    gate = transposed = False
+    chunk_size = 64
+    unknown: tuple[str, ...] = ()
+    if kwargs:
+        reason = _keywords_malformed(kwargs, HV, device, state_v_first)
+        if reason is not None:
+            return _malformed(reason)
+        gate = bool(kwargs.get("use_gate_in_kernel"))
+        transposed = bool(kwargs.get("transpose_state_layout"))
+        chunk_size = kwargs.get("chunk_size", 64)
+        unknown = tuple(sorted(kwargs.keys() - KNOWN_KEYWORDS))
+        for name in ("A_log", "dt_bias") if gate and grad else ():
+            needs_grad = needs_grad or (kwargs.get(name) is not None and kwargs[name].requires_grad)
+    if allow_neg_eigval and not use_beta_sigmoid_in_kernel:
+        return _malformed("allow_neg_eigval needs use_beta_sigmoid_in_kernel")
+
+    return Call(
+        device_type=device_type,
+        device_index=device_index,
+        sm=sm,
+        is_hip=is_hip,
+        q_dtype=_name(q.dtype),
+        k_dtype=_name(k.dtype),
+        v_dtype=_name(v.dtype),
+        g_dtype=_name(g.dtype),
+        beta_dtype=_name(beta.dtype),
+        state_dtype=state_dtype,
+        B=B,
+        T=T,
+        H=H,
+        HV=HV,
+        K=K,
+        V=V,
+        N=N,
+        varlen=cu_seqlens is not None,
+        needs_grad=needs_grad,
+        output_final_state=bool(output_final_state),
+        use_qk_l2norm_in_kernel=bool(use_qk_l2norm_in_kernel),
+        use_beta_sigmoid_in_kernel=bool(use_beta_sigmoid_in_kernel),
+        allow_neg_eigval=bool(allow_neg_eigval),
+        state_v_first=bool(state_v_first),
+        use_gate_in_kernel=gate,
+        transpose_state_layout=transposed,
+        cp_context=cp_context is not None,
+        chunk_size=chunk_size,
+        unknown=unknown,
+    )
+
+
+def _malformed(reason: str) -> Call:
+    return Call("none", -1, None, False, reason)
+
+
+def _keywords_malformed(
+    kwargs: dict[str, Any], HV: int, device: torch.device, state_v_first: bool
+) -> str | None:
+    if "head_first" in kwargs:
+        return "head_first was removed: inputs are [B, T, H, ...]"
+    if state_v_first and "transpose_state_layout" in kwargs:
+        return "state_v_first and transpose_state_layout are one argument, got both"
+    if kwargs.get("chunk_size", 64) not in (16, 32, 64):
+        return f"chunk_size must be 16, 32 or 64, got {kwargs['chunk_size']}"
+    if kwargs.get("use_gate_in_kernel"):
+        for name in ("A_log", "dt_bias"):
+            x: Any = kwargs.get(name)
+            if x is None and name == "dt_bias":
+                continue
+            if type(x) not in _PLAIN or x.numel() != HV or x.device != device:
+                return f"{name} must be a tensor of HV = {HV} elements on q's device"
+    return None

@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: MIT
+"""The command `fla-flashqla`; each subcommand has `--json` and documents its exit code."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from fla_flashqla import __version__
+
+_CHECK = """\
+Reports versions, the GPU and the compiler, proves that FLA's operator reaches this package, compares
+its results with a float64 reference on the best device there is, and shows what would answer typical
+calls. Nothing is changed. Where there is no GPU, the comparison runs on the CPU.
+"""
+_CHECK_EXIT = """\
+exit code: 0 if everything that can work on this machine does, 1 if something does not or is switched
+off (the last lines say what), 2 for wrong arguments.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="fla-flashqla")
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    check = commands.add_parser(
+        "check",
+        help="does it work on this machine, and which calls does it take?",
+        description=_CHECK,
+        epilog=_CHECK_EXIT,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    check.add_argument("--json", action="store_true", help="print one JSON object to stdout")
+    check.set_defaults(run=_check)
+    arguments = parser.parse_args(argv)
+    try:
+        return int(arguments.run(arguments))
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader of our output has gone
+        sys.stderr.close()
+        return 1
+
+
+def _check(arguments: argparse.Namespace) -> int:
+    from fla_flashqla import check
+
+    record = check.run(lambda text: print(f"... {text}", file=sys.stderr, flush=True))
+    if arguments.json:
+        print(json.dumps(record, indent=2))
+    else:
+        print("\n".join(render(record)))
+    return 0 if record["ok"] else 1
+
+
+def render(record: dict[str, Any]) -> list[str]:
+    """The record of `check` as lines of text."""
+    gpu, compiler, reach = record["gpu"], record["compiler"], record["reach"]
+    lines = [f"fla_flashqla {record['version']}", "", "Versions"]
+    lines += _table([(name, version or "-") for name, version in record["versions"].items()])
+    lines += _table([("set: " + name, value) for name, value in record["environment"].items()])
+
+    lines += ["", "GPU and compiler"]
+    sm = "" if gpu["sm"] is None else f", SM {gpu['sm'][0]}.{gpu['sm'][1]}"
+    name = "none" if gpu["name"] is None else f"{gpu['name']}{sm}, cuda:{gpu['index']}"
+    tilelang = "loads" if compiler["tilelang_loads"] else "does not load"
+    nvcc = f"{compiler['nvcc']} in {compiler['cuda_home']}" if compiler["nvcc"] else "none"
+    lines += _table(
+        [
+            ("GPU", name + (f" (of {gpu['count']})" if gpu["count"] > 1 else "")),
+            ("driver", gpu["driver"] or "-"),
+            ("CUDA of PyTorch", gpu["cuda"] or "-"),
+            ("TileLang", tilelang),
+            ("nvcc", nvcc),
+        ]
+    )
+
+    lines += ["", "Reach, by a call through FLA's operator"]
+    by = {"kernels": "our kernels", "reference": "our CPU reference", "refused": "FLA's own path"}
+    lines += _table(
+        [
+            ("device", reach["device"]),
+            ("answered by", by.get(reach["answered"], "not us")),
+            ("loaded by", reach["loaded_by"] or "-"),
+            ("mechanism", reach["mechanism"] or "-"),
+        ]
+    )
+
+    lines += ["", "Relative L2 error against float64, through FLA's operator"]
+    for case in record["correctness"]["cases"]:
+        found = case["error"] or "  ".join(
+            f"{name} {error:.1e}" for name, error in case["relative_errors"].items()
+        )
+        lines.append(f"  {'ok  ' if case['ok'] else 'FAIL'}  {case['name']:<44} {found}")
+    if not record["correctness"]["cases"]:
+        lines.append("  not run")
+
+    calls = record["calls"]
+    sm = ".".join(map(str, calls["sm"]))
+    what = "on a GPU of SM" if calls["hypothetical"] else "on this GPU, SM"
+    lines += ["", f"Typical calls: what would answer {what} {sm}"]
+    if calls["hypothetical"]:
+        lines[-1] += " (there is none here; planned as if)"
+    for row in calls["rows"]:
+        lines += [f"  {row['path']:<5} {row['name']}", f"        {row['reason']}"]
+
+    lines += [""]
+    lines += [f"note: {text}" for text in record["notes"]]
+    lines += [f"problem: {text}" for text in record["problems"]]
+    lines.append(_verdict(record))
+    return lines
+
+
+def _verdict(record: dict[str, Any]) -> str:
+    if not record["ok"]:
+        return "Not everything that can work on this machine does."
+    where = record["reach"]["device"]
+    what = "kernels" if where != "cpu" else "CPU reference, no GPU of ours"
+    return f"Everything that can work on this machine does ({where}: {what})."
+
+
+def _table(rows: list[tuple[str, Any]]) -> list[str]:
+    return [f"  {name:<24} {value}" for name, value in rows]

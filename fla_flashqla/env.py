@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: MIT
+"""Every environment variable that this package reads, each time it is asked."""
+
+from __future__ import annotations
+
+import os
+from typing import NamedTuple
+
+
+class Variable(NamedTuple):
+    name: str
+    default: str
+    meaning: str
+
+
+SWITCH = Variable(
+    "FLA_FLASH_QLA", "1", "FLA's own switch of this backend: 0 leaves every call to FLA."
+)
+STRICT = Variable(
+    "FLA_FLASH_QLA_STRICT",
+    "0",
+    "1 turns every refusal and failure into an error instead of FLA's own path.",
+)
+VARIABLES = (SWITCH, STRICT)
+
+
+def enabled() -> bool:
+    return os.environ.get("FLA_FLASH_QLA", "1") != "0"
+
+
+def strict() -> bool:
+    return os.environ.get("FLA_FLASH_QLA_STRICT", "0") != "0"

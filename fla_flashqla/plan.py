@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: MIT
+"""What answers a call: the one pure function that verifier, launcher and command line share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from fla_flashqla.arch import ARCHS
+from fla_flashqla.call import Call
+
+HEAD_DIM = 128
+CHUNK = 64
+MAX_TOKENS = 2**31 - 64  # the kernels count tokens, padded to whole chunks, in int32
+
+_MAIN_DTYPES = frozenset({"bfloat16", "float16"})
+_SIDE_DTYPES = frozenset({"float32", "bfloat16", "float16"})
+_FLOAT_DTYPES = frozenset({"float64", *_SIDE_DTYPES})
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Selects the compiled kernels; lengths, heads, scale and layouts stay runtime values."""
+
+    arch: str
+    dtype: str
+    g_dtype: str
+    beta_dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """The call is answered by `reference.py`."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """The call is not ours; one sentence with what is expected and what was got."""
+
+    reason: str
+
+
+_plan = lru_cache(maxsize=None)(Plan)  # a handful of kernels: SMs x dtypes
+_REFERENCE = Reference("CPU tensors are answered by the PyTorch reference")
+
+
+def plan(call: Call) -> Plan | Reference | Refusal:
+    """Map the facts of a call to what answers it."""
+    reason = call.malformed or _refuse_any(call)
+    if reason is None and call.device_type == "cpu":
+        reason = _refuse_reference(call)
+        return _REFERENCE if reason is None else Refusal(reason)
+    if reason is None:
+        reason = _refuse_cuda(call)
+    if reason is not None:
+        return Refusal(reason)
+    assert call.sm is not None
+    return _plan(ARCHS[call.sm].name, call.q_dtype, call.g_dtype, call.beta_dtype)
+
+
+def _refuse_any(call: Call) -> str | None:
+    if call.unknown:
+        return f"unknown keyword arguments: {', '.join(call.unknown)}"
+    if call.cp_context:
+        return "cp_context is not supported: context parallelism is FLA's own"
+    return None
+
+
+def _refuse_reference(call: Call) -> str | None:
+    for name in ("q", "k", "v", "g", "beta", "state"):
+        dtype = getattr(call, f"{name}_dtype")
+        if dtype not in _FLOAT_DTYPES and not (name == "state" and dtype is None):
+            return f"{name} must be a floating-point tensor, got {dtype}"
+    return None
+
+
+def _refuse_cuda(call: Call) -> str | None:
+    # The device comes first: it explains most refusals, and the rest cannot be mended by the user.
+    if call.device_type != "cuda":
+        return f"the device must be cuda or cpu, got {call.device_type}"
+    if call.is_hip:
+        return "an NVIDIA GPU is needed, got a HIP build of torch"
+    arch = None if call.sm is None else ARCHS.get(call.sm)
+    if arch is None or not arch.supported:
+        sm = "unknown" if call.sm is None else f"SM{call.sm[0]}{call.sm[1]}"
+        return f"the GPU must be SM90, got {sm}: {arch.status if arch else 'not supported'}"
+    if call.needs_grad:
+        return "a gradient is needed and the backward is not supported yet"
+    if call.use_gate_in_kernel:
+        return "use_gate_in_kernel is not supported yet"
+    if call.use_beta_sigmoid_in_kernel:
+        return "use_beta_sigmoid_in_kernel is not supported yet"
+    if call.allow_neg_eigval:
+        return "allow_neg_eigval is not supported yet"
+    if call.transpose_state_layout:
+        return "transpose_state_layout is not supported: state_v_first is its new name"
+    if call.chunk_size != CHUNK:
+        return f"chunk_size must be {CHUNK}, got {call.chunk_size}"
+    if call.K != HEAD_DIM or call.V != HEAD_DIM:
+        return f"K and V must be {HEAD_DIM}, got K={call.K}, V={call.V}"
+    if call.q_dtype not in _MAIN_DTYPES:
+        return f"q, k and v must be float16 or bfloat16, got {call.q_dtype}"
+    if not call.q_dtype == call.k_dtype == call.v_dtype:
+        return (
+            f"q, k and v must share one dtype, got {call.q_dtype}, {call.k_dtype}, {call.v_dtype}"
+        )
+    if call.g_dtype not in _SIDE_DTYPES:
+        return f"g must be float32, bfloat16 or float16, got {call.g_dtype}"
+    if call.beta_dtype not in _SIDE_DTYPES:
+        return f"beta must be float32, bfloat16 or float16, got {call.beta_dtype}"
+    if call.state_dtype is not None and call.state_dtype not in _SIDE_DTYPES:
+        return f"initial_state must be float32, bfloat16 or float16, got {call.state_dtype}"
+    if call.N == 0 or call.HV == 0 or call.B * call.T == 0:
+        return f"there must be a sequence and a token, got B={call.B}, T={call.T}, N={call.N}"
+    if call.B * call.T >= MAX_TOKENS:
+        return f"B * T must be below 2**31 - 64, got {call.B * call.T}"
+    return None

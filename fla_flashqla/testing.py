@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: MIT
+"""Cases, seeded inputs and the error measure of tests, benchmarks and the command line."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fla_flashqla import reference
+
+# Largest relative L2 error of o and final_state against float64.
+BOUNDS = {"bfloat16": 8e-3, "float16": 1e-3}
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One call: `lens` are the sequences of a packed batch, or else the batch is dense [B, T]."""
+
+    H: int = 2
+    HV: int = 4
+    B: int = 1
+    T: int = 256
+    lens: tuple[int, ...] | None = None
+    tail: int = 0  # rows behind the last boundary
+    K: int = 128
+    V: int = 128
+    dtype: str = "bfloat16"
+    g_dtype: str = "float32"
+    beta_dtype: str = "float32"
+    state_dtype: str | None = "float32"
+    cu_dtype: str = "int32"
+    gates: str = "published"  # "strong" | "mild" | "zero" | "published"
+    scale: float | None = None
+    l2norm: bool = False
+    state_v_first: bool = False
+    output_final_state: bool = True
+
+    @property
+    def id(self) -> str:
+        """Shape, dtype and gates, as a test id."""
+        shape = f"{len(self.lens)}seq" if self.lens is not None else f"B{self.B}-T{self.T}"
+        flags = ["l2norm"] * self.l2norm + ["v_first"] * self.state_v_first
+        return "-".join([shape, f"H{self.H}-HV{self.HV}", self.dtype, self.gates, *flags])
+
+
+def make_gates(gates: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    """Log decay of `shape` [B, T, HV], float32, on the generator's device."""
+    device, HV = generator.device, shape[-1]
+    x = torch.randn(shape, device=device, generator=generator)
+    if gates == "zero":
+        return torch.zeros_like(x)
+    if gates == "strong":
+        # The range of FLA's layer at initialisation, A in (0, 16] and softplus(dt_bias) in
+        # [1e-3, 0.1], from the mildest head to the strongest.
+        u = torch.arange(1, HV + 1, device=device) / HV
+        dt = 1e-3 * 100**u
+        return -16 * u * F.softplus(x + dt.expm1().log())
+    g = F.logsigmoid(x) / 16
+    if gates == "published":  # a quarter of the heads does not decay
+        heads = torch.randperm(HV, device=device, generator=generator)
+        g[..., heads[math.ceil(0.75 * HV) :]] = 0.0
+    elif gates != "mild":
+        raise ValueError(f"gates must be strong, mild, zero or published, got {gates}")
+    return g
+
+
+def make_inputs(case: Case, device: str | torch.device = "cpu", seed: int = 0) -> dict[str, Any]:
+    """Keyword arguments of FLA's operator for `case`."""
+    generator = torch.Generator(device).manual_seed(seed)
+    B, T = case.B, case.T
+    if case.lens is not None:
+        B, T = 1, sum(case.lens) + case.tail
+
+    def randn(*shape: int) -> Tensor:
+        return torch.randn(shape, device=device, generator=generator)
+
+    q, k = randn(B, T, case.H, case.K), randn(B, T, case.H, case.K)
+    if not case.l2norm:
+        q, k = F.normalize(q, dim=-1), F.normalize(k, dim=-1)
+    dtype = getattr(torch, case.dtype)
+    inputs: dict[str, Any] = {
+        "q": q.to(dtype),
+        "k": k.to(dtype),
+        "v": randn(B, T, case.HV, case.V).to(dtype),
+        "g": make_gates(case.gates, (B, T, case.HV), generator).to(getattr(torch, case.g_dtype)),
+        "beta": randn(B, T, case.HV).sigmoid().to(getattr(torch, case.beta_dtype)),
+        "scale": case.scale,
+        "output_final_state": case.output_final_state,
+        "use_qk_l2norm_in_kernel": case.l2norm,
+        "state_v_first": case.state_v_first,
+    }
+    if case.state_dtype is not None:
+        N = B if case.lens is None else len(case.lens)
+        rows, cols = (case.V, case.K) if case.state_v_first else (case.K, case.V)
+        h0 = randn(N, case.HV, rows, cols)
+        inputs["initial_state"] = h0.to(getattr(torch, case.state_dtype))
+    if case.lens is not None:
+        bounds = torch.tensor([0, *case.lens]).cumsum(0)
+        inputs["cu_seqlens"] = bounds.to(device, getattr(torch, case.cu_dtype))
+    return inputs
+
+
+def oracle(inputs: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
+    """o and final_state of the same arguments, in float64."""
+    exact = {
+        name: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x
+        for name, x in inputs.items()
+    }
+    with torch.no_grad():
+        return reference.chunk_gated_delta_rule(**exact)
+
+
+def relative_error(a: Tensor, b: Tensor) -> float:
+    """||a - b|| / ||b|| in float64, for b = 0 the plain ||a||; NaN where anything is NaN."""
+    a, b = a.detach().double(), b.detach().double()
+    norm = float(b.norm())
+    return float((a - b).norm()) / (norm or 1.0)

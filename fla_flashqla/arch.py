@@ -40,6 +40,7 @@ class DeviceFacts(NamedTuple):
     device_index: int
     sm: tuple[int, int] | None
     is_hip: bool
+    sms: int = 0  # multiprocessors
 
 
 _FACTS: dict[torch.device, DeviceFacts] = {}
@@ -51,10 +52,10 @@ def device_facts(device: torch.device) -> DeviceFacts:
         return _FACTS[device]
     except KeyError:
         pass
-    sm, is_hip = None, False
+    sm, is_hip, sms = None, False, 0
     if device.type == "cuda":
         is_hip = torch.version.hip is not None
         properties = torch.cuda.get_device_properties(device)
-        sm = (properties.major, properties.minor)
+        sm, sms = (properties.major, properties.minor), properties.multi_processor_count
     index = -1 if device.index is None else device.index
-    return _FACTS.setdefault(device, DeviceFacts(device.type, index, sm, is_hip))
+    return _FACTS.setdefault(device, DeviceFacts(device.type, index, sm, is_hip, sms))

@@ -103,7 +103,7 @@ def describe(
         if type(x) not in _PLAIN:
             return _malformed(f"{name} must be a plain torch.Tensor, got {type(x).__name__}")
     device = q.device
-    device_type, device_index, sm, is_hip = arch.device_facts(device)
+    device_type, device_index, sm, is_hip, _ = arch.device_facts(device)
 
     # Shapes: on the accept path only comparisons, no text.
     q_shape, v_shape = q.shape, v.shape

@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from .arch import device_facts
+from .plan import splits
+
 if TYPE_CHECKING:
     from .plan import Plan
 
@@ -18,7 +21,8 @@ class Kernels(NamedTuple):
     """The compiled kernels of one plan."""
 
     prepare: Any
-    forward: Any
+    forward: Any  # a value head in one block
+    forward_halves: Any  # in two, each with half of V
 
 
 _built: dict[Plan, Kernels] = {}
@@ -36,6 +40,7 @@ def build(plan: Plan) -> Kernels:
                 prepare.PASS_CONFIGS,
             ),
             (forward.forward_kernel(plan.dtype), forward.PASS_CONFIGS),
+            (forward.forward_kernel(plan.dtype, warpgroups=1), forward.PASS_CONFIGS),
         )
         with ThreadPoolExecutor(len(sources)) as pool:  # most of the time is spent in nvcc
             kernels = Kernels(*pool.map(compile_kernel, *zip(*sources, strict=True)))
@@ -81,8 +86,8 @@ class _Layout(NamedTuple):
 class Prepared(NamedTuple):
     """What is known of the chunks before any state, see kernels/prepare.py."""
 
-    t: torch.Tensor  # [slots, HV, 64, 64]
-    gates: torch.Tensor  # [slots, HV, 7, 64]
+    a: torch.Tensor  # [slots, HV, 64, 64]
+    gates: torch.Tensor  # [slots, HV, 6, 64]
     o: torch.Tensor  # [B, T, HV, V], 0 behind the last boundary and not yet written before it
 
 
@@ -103,8 +108,8 @@ def prepare(
     HV, V = v.shape[2:]
     tokens = B * T
     at = _Layout.of(B, T, cu_seqlens)
-    t = q.new_empty(at.slots, HV, CHUNK, CHUNK)
-    gates = q.new_empty(at.slots, HV, 7, CHUNK, dtype=torch.float32)
+    a = q.new_empty(at.slots, HV, CHUNK, CHUNK)
+    gates = q.new_empty(at.slots, HV, 6, CHUNK, dtype=torch.float32)
     o = torch.empty(B, T, HV, V, dtype=q.dtype, device=q.device)
     build(plan).prepare(
         _packed(q, tokens, H, K),
@@ -112,12 +117,12 @@ def prepare(
         g.contiguous().view(tokens, HV),
         beta.contiguous().view(tokens, HV),
         at.cu_or(gates),
-        t,
+        a,
         gates,
         o.view(tokens, HV, V),
         *(scale, at.seqlen, at.cu_step, at.N, H, HV // H, int(normalize_q), int(normalize_k)),
     )
-    return Prepared(t, gates, o)
+    return Prepared(a, gates, o)
 
 
 def forward(
@@ -163,7 +168,7 @@ def forward(
     if normalize_k and plan.dtype == "float16":
         # The kernels multiply U by 1 / |k| and round it: float16 has no such small numbers for long keys.
         k, normalize_k = _normalized(k), False
-    t, gates, o = prepare(
+    a, gates, o = prepare(
         plan, q, k, v, g, beta, scale, use_qk_l2norm_in_kernel, normalize_k, cu_seqlens
     )
     unused = gates.view(-1)  # stands in for what is not there
@@ -171,11 +176,13 @@ def forward(
     if output_final_state:
         shape = (at.N, HV, V, K) if state_v_first else (at.N, HV, K, V)
         final_state = torch.empty(shape, dtype=torch.float32, device=q.device)
-    build(plan).forward(
+    kernels = build(plan)
+    halves = splits(at.N * HV, device_facts(q.device).sms) == 2
+    (kernels.forward_halves if halves else kernels.forward)(
         q.view(tokens, H, K),
         k.view(tokens, H, K),
         _packed(v, tokens, HV, V),
-        t,
+        a,
         gates,
         at.cu_or(gates),
         unused if initial_state is None else initial_state.float().contiguous().view(-1),

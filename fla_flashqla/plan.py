@@ -42,6 +42,15 @@ class Refusal:
     reason: str
 
 
+def splits(chains: int, sms: int) -> int:
+    """Blocks that share the V columns of a value head, `chains` being sequences times value heads.
+
+    Two halves take longer than a whole on one SM, but a chain step of one half is a third shorter: they pay while
+    all of them run at once (benchmarks/results, 2:8 and 16:16 against 8:32 with 8192x4).
+    """
+    return 2 if 2 * chains <= sms else 1
+
+
 _plan = lru_cache(maxsize=None)(Plan)  # a handful of kernels: SMs x dtypes
 _REFERENCE = Reference("CPU tensors are answered by the PyTorch reference")
 

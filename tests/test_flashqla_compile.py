@@ -24,15 +24,21 @@ def report(name: str, compiled: Compiled, record_property: Any) -> None:
     print(f"{name}: {compiled._replace(instructions={})}")
 
 
+@pytest.mark.parametrize("warpgroups", [1, 2])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_flashqla_compile_forward(dtype: str, tmp_path: Path, record_property: Any) -> None:
+def test_flashqla_compile_forward(
+    dtype: str, warpgroups: int, tmp_path: Path, record_property: Any
+) -> None:
     from fla_flashqla.kernels import forward
 
-    compiled = compile_for("sm_90a", forward.forward_kernel(dtype), forward.PASS_CONFIGS, tmp_path)
-    report(f"forward {dtype}", compiled, record_property)
+    function = forward.forward_kernel(dtype, warpgroups)
+    compiled = compile_for("sm_90a", function, forward.PASS_CONFIGS, tmp_path)
+    report(f"forward {dtype}, {warpgroups} math warpgroups", compiled, record_property)
     assert compiled.notes == ()  # neither serialised wgmma nor ignored setmaxnreg
     assert compiled.spilled_bytes == 0
-    assert compiled.registers == 128  # 512 threads share 64 K registers at launch
+    assert compiled.registers == {1: 168, 2: 128}[warpgroups]  # a thread at launch, and in all:
+    math, p, io = forward.REGISTERS[warpgroups]
+    assert warpgroups * math + p + io <= compiled.registers * (warpgroups + 2)
     assert compiled.smem_bytes <= SMEM_BYTES
     # X, S^T Q^T: 8 each; W A^T, U P^T, U K: 4 each, for two stages; P: 8
     assert compiled.instructions["HGMMA"] == 2 * (8 + 8 + 4 + 4 + 4) + 8
@@ -69,5 +75,5 @@ def test_flashqla_compile_build(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = Plan("sm90", "bfloat16", "float32", "float32")
     kernels = chunk.build(plan)
     assert chunk.build(plan) is kernels
-    for kernel, name in zip(kernels, ("gdr_prepare", "gdr_forward"), strict=True):
+    for kernel, name in zip(kernels, ("gdr_prepare", "gdr_forward", "gdr_forward"), strict=True):
         assert f"{name}_kernel" in kernel.get_kernel_source()

@@ -9,7 +9,7 @@ import torch
 
 from fla_flashqla import arch
 from fla_flashqla.call import Call, describe
-from fla_flashqla.plan import Plan, Reference, Refusal, plan
+from fla_flashqla.plan import Plan, Reference, Refusal, plan, splits
 
 SM90 = arch.DeviceFacts("cuda", 0, (9, 0), False)
 PLAN = Plan("sm90", "bfloat16", "float32", "float32")
@@ -372,15 +372,20 @@ def test_flashqla_device_facts_are_looked_up_once(monkeypatch):
 
     def properties(device):
         looked_up.append(device)
-        return type("Properties", (), {"major": 9, "minor": 0})
+        return type("Properties", (), {"major": 9, "minor": 0, "multi_processor_count": 132})
 
     monkeypatch.setattr(arch, "_FACTS", {})
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
     one = torch.device("cuda", 1)
-    assert arch.device_facts(one) == arch.device_facts(one) == ("cuda", 1, (9, 0), False)
-    assert arch.device_facts(torch.device("cpu")) == ("cpu", -1, None, False)
+    assert arch.device_facts(one) == arch.device_facts(one) == ("cuda", 1, (9, 0), False, 132)
+    assert arch.device_facts(torch.device("cpu")) == ("cpu", -1, None, False, 0)
     assert looked_up == [one]
+
+
+def test_flashqla_splits():
+    """Half a head a block as long as all halves run at once."""
+    assert [splits(chains, 132) for chains in (1, 8, 66, 67, 256)] == [2, 2, 2, 1, 1]
 
 
 def test_flashqla_planning_is_quick(facts):

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// T = (I + L)^-1 of one 64-token chunk, by one warp;
+// A = (I + L)^-1 diag(beta) of one 64-token chunk, by one warp;
 // L_ij = beta_i rk_i rk_j kk_ij 2^(gc_i - gc_j) for i > j, else 0.
 //
 // In 16 x 16 blocks: the four diagonal blocks are inverted in float32 by forward substitution, a column per lane; then
@@ -96,6 +96,7 @@ struct Gates {
   const float *rk;    // [64]
   const float *rows;  // [64] bk_i 2^(gc_i - s_I)
   const float *cols;  // [64] rk_j 2^(s_J+1 - gc_j)
+  const float *beta;  // [64]
 };
 
 // Right operand L_IJ^T, I > J.
@@ -132,15 +133,16 @@ __device__ __forceinline__ unsigned pack_out<__half>(float x, float y) {
 
 // Block (I, J): rows lane / 4 and lane / 4 + 8, four neighbouring columns a lane.
 template <typename T>
-__device__ __forceinline__ void store(T* out, int I, int J, float4 top, float4 bottom, int lane) {
+__device__ __forceinline__ void store(T* out, const Gates& g, int I, int J, float4 top, float4 bottom, int lane) {
+  const float4 b = *reinterpret_cast<const float4*>(g.beta + 16 * J + 4 * (lane % 4));
   uint2* p = reinterpret_cast<uint2*>(out + (16 * I + lane / 4) * 64 + 16 * J) + lane % 4;
-  p[0] = make_uint2(pack_out<T>(top.x, top.y), pack_out<T>(top.z, top.w));
-  p[8 * 16] = make_uint2(pack_out<T>(bottom.x, bottom.y), pack_out<T>(bottom.z, bottom.w));
+  p[0] = make_uint2(pack_out<T>(top.x * b.x, top.y * b.y), pack_out<T>(top.z * b.z, top.w * b.w));
+  p[8 * 16] = make_uint2(pack_out<T>(bottom.x * b.x, bottom.y * b.y), pack_out<T>(bottom.z * b.z, bottom.w * b.w));
 }
 
 // Negated accumulator (columns permuted as `left_transposed` says) to the result and, if wanted, to a block in shared memory.
 template <typename T>
-__device__ __forceinline__ void finish(T* out, int I, int J, const float (&d)[2][4], float* block, int lane) {
+__device__ __forceinline__ void finish(T* out, const Gates& g, int I, int J, const float (&d)[2][4], float* block, int lane) {
   const float4 top = make_float4(-d[0][0], -d[0][1], -d[1][0], -d[1][1]);
   const float4 bottom = make_float4(-d[0][2], -d[0][3], -d[1][2], -d[1][3]);
   if (block != nullptr) {
@@ -148,7 +150,7 @@ __device__ __forceinline__ void finish(T* out, int I, int J, const float (&d)[2]
     p[0] = top;
     p[2 * BLOCK_LD] = bottom;
   }
-  store(out, I, J, top, bottom, lane);
+  store(out, g, I, J, top, bottom, lane);
 }
 
 // kk [64, 64], the gates, diag [4 x DIAG_STRIDE] and off [2 x OFF_STRIDE] (scratch of this warp) in shared memory, out
@@ -211,7 +213,7 @@ __device__ __forceinline__ void invert(const float* kk, const Gates& g, float* d
 #pragma unroll
   for (int b = 0; b < 4; ++b) {
     const float4* p = reinterpret_cast<const float4*>(diag + b * DIAG_STRIDE + (lane / 4) * BLOCK_LD) + lane % 4;
-    store(out, b, b, p[0], p[2 * BLOCK_LD], lane);
+    store(out, g, b, b, p[0], p[2 * BLOCK_LD], lane);
     uint2* zero = reinterpret_cast<uint2*>(out + (16 * b + lane / 4) * 64) + lane % 4;
 #pragma unroll
     for (int c = b + 1; c < 4; ++c) zero[4 * c] = zero[4 * c + 8 * 16] = make_uint2(0, 0);
@@ -222,7 +224,7 @@ __device__ __forceinline__ void invert(const float* kk, const Gates& g, float* d
     float y[2][4] = {}, d[2][4] = {};
     mma_split(y, left_transposed(diag + 2 * b * DIAG_STRIDE, lane), right_l(kk, g, 2 * b + 1, 2 * b, lane));
     mma_split(d, left(diag + (2 * b + 1) * DIAG_STRIDE, lane), right_of(y));
-    finish(out, 2 * b + 1, 2 * b, d, off + b * OFF_STRIDE, lane);
+    finish(out, g, 2 * b + 1, 2 * b, d, off + b * OFF_STRIDE, lane);
   }
   __syncwarp();
   // T_BA: y[i][j] = the rows of Y^T, Y = L_BA T_A, that belong to block column i and block row j of Y
@@ -252,7 +254,7 @@ __device__ __forceinline__ void invert(const float* kk, const Gates& g, float* d
     for (int i = 0; i < 2; ++i) {
       float d[2][4] = {};
       mma_split(d, t2, right[i][0]);
-      finish(out, 2, i, d, nullptr, lane);
+      finish(out, g, 2, i, d, nullptr, lane);
     }
   }
   float d[2][2][4] = {};
@@ -265,7 +267,7 @@ __device__ __forceinline__ void invert(const float* kk, const Gates& g, float* d
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     mma_split(d[i], t3, right[i][1]);
-    finish(out, 3, i, d[i], nullptr, lane);
+    finish(out, g, 3, i, d[i], nullptr, lane);
   }
 }
 
@@ -284,10 +286,10 @@ __device__ __forceinline__ void gdr_store_kk(const float* z, void* kk, int valid
   }
 }
 
-// gates [4, 64]: gc, bk, rows, cols of `gdr::Gates`.
+// gates [5, 64]: gc, bk, rows, cols, beta of `gdr::Gates`.
 #define GDR_INVERT(NAME, TYPE)                                                                                           \
   __device__ __forceinline__ void NAME(const void* kk, const float* gates, const float* rk, float* scratch, void* out) { \
-    const gdr::Gates g = {gates, gates + 64, rk, gates + 128, gates + 192};                                              \
+    const gdr::Gates g = {gates, gates + 64, rk, gates + 128, gates + 192, gates + 256};                                            \
     gdr::invert<TYPE>(reinterpret_cast<const float*>(kk), g, scratch, scratch + 4 * gdr::DIAG_STRIDE,                    \
                       reinterpret_cast<TYPE*>(out));                                                                     \
   }

@@ -5,14 +5,12 @@ One block per (chunk, q/k head); it computes K K^T once, then each warp serves o
 of C = 64 tokens and value head, with gc the inclusive cumulative sum of g inside the chunk and rk, rq the l2norm factors (1
 without):
 
-    M = I + strictlower(beta_i rk_i rk_j (K K^T)_ij exp(gc_i - gc_j))       T = M^-1
+    M = I + strictlower(beta_i rk_i rk_j (K K^T)_ij exp(gc_i - gc_j))       A = M^-1 diag(beta)
 
 and the gate vectors that the recurrence multiplies with (rows of `gates`, zero behind the sequence's last token):
 
-    X: beta exp(gc) rk   U: exp(gc_C - gc) rk   O: scale exp(gc) rq   PR: log2(exp(gc) rq)   PC: log2(exp(gc) / rk)
-    BETA: beta   DECAY: exp(gc_C), in its first element
-
-T and not A = T diag(beta) is stored: its diagonal, the largest part of it, is exact in any dtype.
+    X: exp(gc) rk   U: exp(gc_C - gc) rk   O: scale exp(gc) rq   PR: log2(exp(gc) rq)   PC: log2(exp(gc) / rk)
+    DECAY: exp(gc_C), in its first element
 
 The inverse is in `inverse.cuh`. Chunk slots: chunk i of sequence n lies in slot `cu_seqlens[n] // C + n + i`; slots of
 different sequences never overlap and `T // C + N + 1` are enough, so that neither host nor device has to sum up chunk counts. The slots
@@ -26,8 +24,8 @@ import tilelang.language as T
 
 CHUNK = 64
 HEAD = 128  # K = V
-GATE_X, GATE_U, GATE_O, GATE_PR, GATE_PC, GATE_BETA, GATE_DECAY = range(7)
-GATE_ROWS = 7
+GATE_X, GATE_U, GATE_O, GATE_PR, GATE_PC, GATE_DECAY = range(6)
+GATE_ROWS = 6
 WARPS = 4
 MIN_BLOCKS = 4  # caps registers at 128 a thread
 LOG2E = 1.4426950408889634
@@ -57,7 +55,7 @@ def prepare_kernel(dtype: str, g_dtype: str, beta_dtype: str):
         g: T.Tensor((Tn, HV), g_dtype),
         beta: T.Tensor((Tn, HV), beta_dtype),
         cu: T.Tensor((NCU,), "int32"),
-        ti: T.Tensor((NSLOT, HV, C, C), dtype),
+        a: T.Tensor((NSLOT, HV, C, C), dtype),
         gates: T.Tensor((NSLOT, HV, GATE_ROWS, C), f32),
         o: T.Tensor((Tn, HV, D), dtype),
         scale: T.float32,
@@ -219,12 +217,11 @@ def prepare_kernel(dtype: str, g_dtype: str, beta_dtype: str):
                         for half in T.unroll(2):
                             t = half * 32 + lane
                             if t < valid:
-                                gates[slot, hv, GATE_X, t] = T.exp2(gl[half]) * w_s[warp, BK, t]
+                                gates[slot, hv, GATE_X, t] = T.exp2(gl[half]) * rk_s[t]
                                 gates[slot, hv, GATE_U, t] = T.exp2(total - gl[half]) * rk_s[t]
                                 gates[slot, hv, GATE_O, t] = T.exp2(gl[half]) * rq_s[t] * scale
                                 gates[slot, hv, GATE_PR, t] = gl[half] + T.log2(rq_s[t])
                                 gates[slot, hv, GATE_PC, t] = gl[half] - T.log2(rk_s[t])
-                                gates[slot, hv, GATE_BETA, t] = w_s[warp, BETA, t]
                             else:
                                 for e in T.unroll(GATE_DECAY):
                                     gates[slot, hv, e, t] = 0.0
@@ -238,7 +235,7 @@ def prepare_kernel(dtype: str, g_dtype: str, beta_dtype: str):
                             T.address_of(w_s[warp, 0, 0]),
                             T.address_of(rk_s[0]),
                             T.address_of(scratch_s[warp, 0]),
-                            T.address_of(ti[slot, hv, 0, 0]),
+                            T.address_of(a[slot, hv, 0, 0]),
                         )
 
     return gdr_prepare

@@ -1,0 +1,26 @@
+# SPDX-License-Identifier: MIT
+"""Small calls of every kernel for compute-sanitizer: `compute-sanitizer --tool memcheck python tests/sanitizer_cases.py`."""
+
+import torch
+
+from fla_flashqla import chunk_gated_delta_rule, dispatch_report
+from fla_flashqla.testing import Case, make_inputs, oracle, relative_error
+
+# Tails, an empty sequence and rows behind the last boundary; few chains (half a head a block) and many.
+CASES = (
+    Case(1, 2, B=1, T=170),
+    Case(1, 2, lens=(1, 64, 0, 70), tail=3, l2norm=True, dtype="float16"),
+    Case(1, 2, lens=(1, 64, 0, 70, *[5] * 40), tail=3, l2norm=True),
+    Case(2, 10, B=7, T=130, state_v_first=True, dtype="float16"),
+)
+
+if __name__ == "__main__":
+    for case in CASES:
+        inputs = make_inputs(case, "cuda")
+        with torch.no_grad():
+            o, _ = chunk_gated_delta_rule(**inputs)
+        end = None if case.lens is None else sum(case.lens)
+        error = relative_error(o[:, :end], oracle(inputs)[0][:, :end])
+        assert error < 8e-3, error
+        print(f"{case.id}: o {error:.1e}")
+    print(dispatch_report())

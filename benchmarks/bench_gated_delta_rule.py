@@ -4,17 +4,17 @@
     python benchmarks/bench_gated_delta_rule.py --set published --out results.jsonl
     python benchmarks/bench_gated_delta_rule.py --heads 16:64 --seqs 1x32768,4096x8 --pass fwd,bwd
 
-Every provider is called through its public operator on the same tensors. Calls are captured in a CUDA
-graph and the median replay is reported, so that host overhead stays out (`--eager` measures it).
-`ours` goes through FLA's operator and counts only if `fla_flashqla.dispatch_report()` shows that our
-kernels ran; otherwise it is null. A provider that is not installed is skipped with the reason.
+Every provider is called through its public operator on the same tensors. Calls are captured in a
+CUDA graph and the median replay is reported, so host overhead stays out (`--eager` measures it).
+`ours` goes through FLA's operator and counts only if `fla_flashqla.dispatch_report()` shows that
+our kernels ran; otherwise it is null. A provider that does not import is skipped with the reason.
 
-Inputs are those of `fla_flashqla.testing`: l2-normalised q and k, float32 gates, beta and initial state.
-Gates `published` are log-sigmoid / 16 on three quarters of the heads and no decay on the rest, as in
-flash_qla's published table; `strong` is the range of FLA's layer at initialisation; `zero` no decay.
+Inputs are those of `fla_flashqla.testing`: l2-normalised q and k, float32 gates, beta and initial
+state. Gates `published` are log-sigmoid / 16 on three quarters of the heads and no decay on the
+rest, as in flash_qla's benchmark; `strong` is the range of FLA's layer at initialisation.
 
-Exit codes: 0 if something was measured, 1 if nothing can be or the GPU failed, 2 for wrong arguments,
-130 if interrupted. `records.py` describes the file of results; `report.py` makes tables of such files.
+Exit codes: 0 if the run is complete, 1 if nothing can be measured or the GPU failed, 2 for wrong
+arguments, 130 if interrupted. `records.py` describes the file, `report.py` makes tables of it.
 """
 
 from __future__ import annotations
@@ -95,10 +95,11 @@ def _flashinfer() -> Provider:
     from flashinfer.gdn_prefill import chunk_gated_delta_rule
 
     def prepare(inputs: Inputs) -> Inputs:
-        """It takes packed rows, the decay itself and not its logarithm, and states [N, HV, V, K]."""
+        """It takes packed rows, the decay and not its logarithm, and states [N, HV, V, K]."""
         packed = {name: inputs[name].squeeze(0) for name in ("q", "k", "v", "beta")}
         alpha = inputs["g"].detach().squeeze(0).exp()
-        return inputs | packed | {"g": alpha, "initial_state": inputs["initial_state"].mT.contiguous()}
+        h0 = inputs["initial_state"].mT.contiguous()
+        return inputs | packed | {"g": alpha, "initial_state": h0}
 
     return Provider(
         chunk_gated_delta_rule, prepare=prepare, restore=lambda o, ht: (o.unsqueeze(0), ht.mT)
@@ -124,7 +125,7 @@ def describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
-# Timers: each takes `make`, which returns the function to time, and is followed by nothing else
+# Timers: each takes `make`, which returns the function to time
 
 
 def time_graph(make: Callable[[], Function], budget_ms: float = 60.0) -> float:
@@ -143,7 +144,7 @@ def time_graph(make: Callable[[], Function], budget_ms: float = 60.0) -> float:
         function()
         end.record()
         torch.cuda.synchronize()
-        return start.elapsed_time(end)
+        return float(start.elapsed_time(end))
 
     with torch.cuda.stream(stream):
         function = make()
@@ -219,7 +220,7 @@ def measure(provider: Provider, case: Case, device: str, errors: bool) -> Record
         del outputs
         if case.mode == "warm":
             make()()
-            torch.cuda.synchronize()
+            works(device)
             return found | {"ms": round(time.perf_counter() - begin, 2)}
         return found | {"ms": TIMERS[case.mode](make)}
 
@@ -237,6 +238,21 @@ def relative_errors(inputs: Inputs, o: Tensor, ht: Tensor) -> dict[str, float]:
     return {name: float(f"{testing.relative_error(*pair):.3g}") for name, pair in pairs.items()}
 
 
+def works(device: str) -> bool:
+    """Wait for the GPU and free its memory: False after an error that ends all its work."""
+    try:
+        if device == "cuda":
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+    except Exception:
+        return False
+    return True
+
+
+def progress(text: str, end: str = "\n") -> None:
+    print(text, end=end, file=sys.stderr, flush=True)
+
+
 def run(
     cases: list[Case],
     providers: dict[str, Provider],
@@ -245,30 +261,139 @@ def run(
     errors: bool = False,
 ) -> bool:
     """Measure the cases and emit each row as it comes; False if the GPU failed on the way."""
-    begin = time.perf_counter()
     for number, case in enumerate(cases, 1):
+        progress(f"[{number}/{len(cases)}] {case.step} {case.heads} {case.seqs}:", end="")
         row: Record = case._asdict()
+        alive = True
         for name, provider in providers.items():
-            progress(f"[{number}/{len(cases)}] {case.step} {case.heads} {case.seqs}: {name} ...")
+            progress(f" {name}", end="")
             try:
                 found = measure(provider, case, device, errors)
             except Exception as error:  # a provider that cannot run a case is a result too
-                row[name] = None
+                found = {"ms": None}
                 row.setdefault("error", {})[name] = describe(error)
-            else:
-                row[name] = found["ms"]
-                if "rel_l2" in found:
-                    row.setdefault("rel_l2", {})[name] = found["rel_l2"]
-            if device == "cuda":
-                torch.cuda.empty_cache()
+            row[name] = found["ms"]
+            if "rel_l2" in found:
+                row.setdefault("rel_l2", {})[name] = found["rel_l2"]
+            progress(f" {row[name]}", end="")
+            alive = works(device)
+        progress("")
+        for name, text in row.get("error", {}).items():
+            progress(f"    {name}: {text}")
         emit(row)
-        text = ", ".join(f"{name} {row[name]}" for name in providers)
-        seconds = time.perf_counter() - begin
-        progress(f"[{number}/{len(cases)}] {case.step} {case.heads} {case.seqs}: {text}", True)
-        for name, error in row.get("error", {}).items():
-            progress(f"    {name}: {error}", True)
-        if not works(device):
-            progress("the GPU does not answer any more: run again with --resume for the rest", True)
+        if not alive:
+            progress("the GPU stopped working: run again with --resume for the other cases")
             return False
-    progress(f"{len(cases)} cases in {time.perf_counter() - begin:.0f} s", True)
     return True
+
+
+def plan(args: argparse.Namespace) -> list[Case]:
+    """The cases of a command line, all of one head configuration together."""
+    rows = SETS[args.set]
+    steps = args.steps or list(rows)
+    table = {step: rows.get(step) or list(rows.values())[-1] for step in steps}
+    mode = "warm" if args.warm else "eager" if args.eager else "graph"
+    heads = args.heads or list(dict.fromkeys(h for step in steps for h in table[step][0]))
+    return [
+        Case(h, seqs, step, args.gates, args.dtype, mode)
+        for h in heads
+        for step in steps
+        for seqs in args.seqs or table[step][1]
+        if args.heads or h in table[step][0]
+    ]
+
+
+def one_of(known: tuple[str, ...]) -> Callable[[str], object]:
+    def parse(word: str) -> None:
+        if word not in known:
+            raise ValueError(f"{word!r} is none of {', '.join(known)}")
+
+    return parse
+
+
+def words(parse: Callable[[str], object]) -> Callable[[str], list[str]]:
+    """An argument that is a list of words that `parse` takes."""
+
+    def convert(text: str) -> list[str]:
+        found = list(dict.fromkeys(text.split(",")))
+        try:
+            for word in found:
+                parse(word)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+        return found
+
+    return convert
+
+
+def arguments(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--set", choices=SETS, default="published", help="named rows (default: published)")
+    add("--heads", type=words(records.parse_heads), help="H:HV,... instead of the set's")
+    add("--seqs", type=words(records.parse_seqs), help="lengths,... instead of the set's")
+    add("--pass", dest="steps", type=words(one_of(STEPS)), help="fwd,bwd,step (default: the set's)")
+    add(
+        "--providers",
+        type=words(one_of(PROVIDERS)),
+        default=list(PROVIDERS),
+        help=",".join(PROVIDERS),
+    )
+    add("--gates", choices=["published", "strong", "zero"], default="published")
+    add("--dtype", choices=["bfloat16", "float16"], default="bfloat16")
+    mode = parser.add_mutually_exclusive_group()
+    mode.add_argument("--eager", action="store_true", help="time the host: [issue, complete] in ms")
+    mode.add_argument("--warm", action="store_true", help="only fill the compilers' caches: s")
+    add("--errors", action="store_true", help="forward errors against float64, on two heads")
+    add("--json", action="store_true", help="print the records to standard output")
+    add("--out", type=Path, help="append the records to this file")
+    add("--resume", action="store_true", help="leave out what --out has from this environment")
+    add("--commit", help="of the package, where git does not know it")
+    args = parser.parse_args(argv)
+    if args.resume and not args.out:
+        parser.error("--resume needs --out")
+    return args
+
+
+def main(argv: list[str]) -> int:
+    args = arguments(argv)
+    os.environ.setdefault("TRITON_CACHE_AUTOTUNING", "1")  # before FLA is imported
+    # Nobody needs to know where on a machine the file was.
+    shown = [a.replace(str(args.out), args.out.name) if args.out else a for a in argv]
+    environment = records.environment(shown, args.commit)
+    if environment["gpu"] is None:
+        progress("nothing can be measured: PyTorch finds no GPU")
+        return 1
+    providers, skipped = load(args.providers)
+    for name, reason in skipped.items():
+        progress(f"{name} is skipped: {reason}")
+    if not providers:
+        progress("nothing can be measured: no provider is left")
+        return 1
+    cases = plan(args)
+    if args.out:
+        records.repair(args.out)
+        if args.resume:
+            done = records.measured(args.out, environment, providers)
+            progress(f"{len(done & set(cases))} of {len(cases)} cases are in {args.out} already")
+            cases = [case for case in cases if case not in done]
+
+    def emit(record: Record) -> None:
+        if args.out:
+            records.append(args.out, record)
+        if args.json:
+            print(json.dumps(record), flush=True)
+
+    if cases:
+        emit(environment | ({"skipped": skipped} if skipped else {}))
+    try:
+        return 0 if run(cases, providers, emit, errors=args.errors) else 1
+    except KeyboardInterrupt:
+        progress("interrupted: the rows so far are kept, --resume measures the others")
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -5,11 +5,12 @@ A row belongs to the last environment record above it:
 
     {"heads": "2:8", "seqs": "8192x4", "step": "fwd", "gates": "published", "ours": 0.1989, ...}
 
-Each provider has its milliseconds, or null where it failed or ours did not run. Optional keys:
+Each provider has its milliseconds, or null where it failed or ours did not run. Rows without `step`
+are measurements of other kinds, which nothing here reads. Optional keys:
 
     dtype    of q, k, v; default "bfloat16"
-    mode     "graph" (default): ms of a CUDA-graph replay; "eager": [ms that the host takes to issue a
-             call, ms with a synchronisation]; "warm": seconds of a first call
+    mode     "graph" (default): ms of a CUDA-graph replay; "warm": seconds of a first call;
+             "eager": [ms in which the host issues a call, ms until the call is complete]
     error    {provider: why it has no time}
     rel_l2   {provider: {output: relative L2 error against float64 on two heads}}
 """
@@ -46,8 +47,8 @@ class Case(NamedTuple):
 
     heads: str
     seqs: str
-    step: str = "fwd"
-    gates: str = "published"
+    step: str
+    gates: str
     dtype: str = "bfloat16"
     mode: str = "graph"
 
@@ -68,14 +69,16 @@ def parse_heads(text: str) -> tuple[int, int]:
 
 
 def parse_seqs(text: str) -> list[int]:
-    """Lengths: "8192x4" (or "4x8192"), "4096+28672", or "rand4_8192" for 8192 tokens cut at random."""
+    """Lengths: "8192x4" (or "4x8192"), "4096+28672", or "rand4_8192": 8192 tokens in 4 parts."""
     if match := re.fullmatch(r"rand(\d+)_(\d+)", text):
         lens = _random_cuts(int(match[1]), int(match[2]))
     else:
         lens = []
         for part in text.split("+"):
             if not (match := re.fullmatch(r"(?:(\d+)x)?(\d+)", part)):
-                raise ValueError(f"lengths must be like 8192x4, 4096+28672, rand4_8192, got {text!r}")
+                raise ValueError(
+                    f"lengths must be like 8192x4, 4096+28672, rand4_8192, got {text!r}"
+                )
             n, length = sorted((int(match[1] or 1), int(match[2])))
             lens += [length] * n
     if not lens or min(lens) < 1:
@@ -84,7 +87,7 @@ def parse_seqs(text: str) -> list[int]:
 
 
 def _random_cuts(n: int, tokens: int) -> list[int]:
-    """The generator of flash_qla's benchmark, so that the lengths are those of its published rows."""
+    """Those of flash_qla's benchmark, so that the lengths are those of its published rows."""
     import torch
 
     if not 1 <= n <= tokens:
@@ -142,7 +145,7 @@ def _first_line(*command: str) -> str | None:
 
 
 def read(path: Path) -> Iterator[tuple[Record, Record]]:
-    """Each row of a file, with its environment record in front."""
+    """Each side-by-side row of a file, with its environment record in front."""
     environment: Record | None = None
     for number, line in enumerate(path.read_text().splitlines(), 1):
         try:
@@ -153,7 +156,7 @@ def read(path: Path) -> Iterator[tuple[Record, Record]]:
             environment = record
         elif environment is None:
             raise ValueError(f"{path}:{number}: a row before any environment record")
-        else:
+        elif "step" in record:
             yield environment, record
 
 

@@ -1,0 +1,442 @@
+# SPDX-License-Identifier: MIT
+"""The side-by-side timer with stand-ins on the CPU, its files, and README's tables of them."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fla_flashqla
+from fla_flashqla import reference
+
+ROOT = Path(__file__).resolve().parent.parent
+BENCHMARKS = ROOT / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
+
+import bench_gated_delta_rule as bench  # noqa: E402
+import records  # noqa: E402
+import report  # noqa: E402
+
+ENVIRONMENT = {"environment": True, "gpu": "NVIDIA H200", "time": "2026-01-01T00:00:00Z"}
+CASE = records.Case("1:2", "5+3", "fwd", "published")
+REFERENCE = bench.Provider(reference.chunk_gated_delta_rule)
+
+
+def fails(**_: Any) -> Any:
+    raise ValueError("no such\n  thing")
+
+
+@pytest.fixture(autouse=True)
+def timers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One call instead of a CUDA graph, which always takes 1.5 ms."""
+    monkeypatch.setitem(bench.TIMERS, "graph", lambda make: (make()(), 1.5)[1])
+
+
+def measure(providers: dict[str, Any], *cases: records.Case, **options: Any) -> list[Any]:
+    rows: list[Any] = []
+    assert bench.run(list(cases), providers, rows.append, device="cpu", **options)
+    return rows
+
+
+def plan(*argv: str) -> list[records.Case]:
+    return bench.plan(bench.arguments(list(argv)))
+
+
+# Cases
+
+
+@pytest.mark.parametrize(
+    "text, lens",
+    [
+        ("1x2048", [2048]),
+        ("8192x4", [8192] * 4),
+        ("4x8192", [8192] * 4),
+        ("4096+28672", [4096, 28672]),
+        ("2x64+7", [64, 64, 7]),
+        ("rand1_8192", [8192]),
+        ("rand4_8192", [5809, 1244, 406, 733]),
+    ],
+)
+def test_flashqla_bench_lengths(text: str, lens: list[int]) -> None:
+    assert records.parse_seqs(text) == lens
+
+
+@pytest.mark.parametrize("text", ["", "x", "8x", "0", "0x8", "2x3x4", "-1", "rand0_8", "rand9_8"])
+def test_flashqla_bench_wrong_lengths(text: str) -> None:
+    with pytest.raises(ValueError, match=f"got '{text}'"):
+        records.parse_seqs(text)
+
+
+@pytest.mark.parametrize("text", ["", "8", "2:7", "0:8", "a:b", "2:4:8"])
+def test_flashqla_bench_wrong_heads(text: str) -> None:
+    with pytest.raises(ValueError, match=f"got '{text}'"):
+        records.parse_heads(text)
+
+
+def test_flashqla_bench_sets() -> None:
+    published = plan()
+    assert [sum(case.step == step for case in published) for step in bench.STEPS] == [28, 16, 0]
+    heads = [case.heads for case in published]
+    assert heads == sorted(heads, key=["2:8", "4:16", "8:32", "16:64"].index)
+    assert {case.seqs for case in plan("--pass", "step")} == set(bench._RANDOM)
+    assert len(plan("--set", "heads")) == len(set(plan("--set", "heads"))) == 12
+    for case in published + plan("--set", "heads"):
+        H, HV = records.parse_heads(case.heads)
+        assert HV % H == 0 and 2048 <= sum(records.parse_seqs(case.seqs)) <= 32768
+
+
+def test_flashqla_bench_explicit_cases() -> None:
+    assert plan("--heads", "3:6", "--seqs", "64,2x8", "--pass", "fwd,bwd", "--gates", "zero") == [
+        records.Case("3:6", seqs, step, "zero") for step in ("fwd", "bwd") for seqs in ("64", "2x8")
+    ]
+    assert {case.heads for case in plan("--heads", "3:6")} == {"3:6"}
+    assert plan("--heads", "1:1", "--seqs", "8", "--eager")[0].mode == "eager"
+
+
+@pytest.mark.parametrize(
+    "argv", [["--seqs", "8x"], ["--heads", "2:3"], ["--pass", "forward"], ["--resume"]]
+)
+def test_flashqla_bench_usage(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as raised:
+        bench.arguments(argv)
+    assert raised.value.code == 2
+    assert re.search(r"got|none of|needs --out", capsys.readouterr().err)
+
+
+# Providers
+
+
+@pytest.mark.parametrize("step", bench.STEPS)
+def test_flashqla_bench_row(step: str) -> None:
+    case = CASE._replace(step=step)
+    (row,) = measure({"fla": REFERENCE}, case)
+    assert records.Case.of(row) == case
+    assert row == case._asdict() | {"fla": 1.5}
+
+
+def test_flashqla_bench_failures(capsys: pytest.CaptureFixture[str]) -> None:
+    """A provider that fails is null, with the reason, and the others are measured."""
+    detached = lambda **x: reference.chunk_gated_delta_rule(  # noqa: E731
+        **{k: v.detach() if isinstance(v, torch.Tensor) else v for k, v in x.items()}
+    )
+    providers = {
+        "ours": REFERENCE._replace(answered=lambda: 7),  # the counter stands still
+        "fla": bench.Provider(fails),
+        "flash_qla": REFERENCE,
+        "flashinfer": bench.Provider(detached),
+    }
+    (row,) = measure(providers, CASE._replace(step="bwd"))
+    assert [row[name] for name in providers] == [None, None, 1.5, None]
+    assert row["error"] == {
+        "ours": "RuntimeError: our kernels did not run: something else answered FLA's operator",
+        "fla": "ValueError: no such thing",
+        "flashinfer": "RuntimeError: it has no backward",
+    }
+    shown = capsys.readouterr().err
+    assert "[1/1] bwd 1:2 5+3: ours None fla None flash_qla 1.5" in shown
+    assert "    fla: ValueError: no such thing\n" in shown
+
+
+def test_flashqla_bench_counts_ours() -> None:
+    calls: list[Any] = []
+
+    def counted(**inputs: Any) -> Any:
+        calls.append(None)
+        return reference.chunk_gated_delta_rule(**inputs)
+
+    (row,) = measure({"ours": bench.Provider(counted, answered=lambda: len(calls))}, CASE)
+    assert row["ours"] == 1.5 and len(calls) == 2
+
+
+@pytest.mark.fla
+def test_flashqla_bench_through_fla() -> None:
+    """On the CPU our reference answers FLA's operator, which is not our kernels."""
+    providers, skipped = bench.load(["ours", "fla"])
+    assert providers.keys() == {"ours", "fla"} and not skipped
+    (row,) = measure({"ours": providers["ours"]}, CASE)
+    assert row["ours"] is None and "our kernels did not run" in row["error"]["ours"]
+
+
+@pytest.mark.fla
+def test_flashqla_bench_refusal_is_the_error() -> None:
+    """Strict, so that what is refused is not timed as FLA's own path."""
+    seen: list[Any] = []
+
+    def look(**_: Any) -> Any:
+        seen.append(fla_flashqla.env.strict())
+        raise fla_flashqla.Unsupported("not yet")
+
+    (row,) = measure({"ours": bench._ours()._replace(operator=look)}, CASE)
+    assert row["ours"] is None and row["error"]["ours"] == "Unsupported: not yet"
+    assert seen == [True] and not fla_flashqla.env.strict()
+
+
+def test_flashqla_bench_flashinfer_conventions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Packed rows, decay instead of its logarithm, states [N, HV, V, K]: the same numbers."""
+
+    def theirs(q: Any, k: Any, v: Any, g: Any, beta: Any, initial_state: Any, **rest: Any) -> Any:
+        assert q.dim() == k.dim() == v.dim() == 3 and g.dim() == beta.dim() == 2
+        q, k, v, g, beta = (x.unsqueeze(0) for x in (q, k, v, g.log(), beta))
+        o, ht = reference.chunk_gated_delta_rule(
+            q, k, v, g, beta, initial_state=initial_state, state_v_first=True, **rest
+        )
+        return o.squeeze(0), ht
+
+    module = types.ModuleType("flashinfer.gdn_prefill")
+    module.chunk_gated_delta_rule = theirs  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "flashinfer", types.ModuleType("flashinfer"))
+    monkeypatch.setitem(sys.modules, "flashinfer.gdn_prefill", module)
+    providers = bench.load(["flashinfer"])[0] | {"fla": REFERENCE}
+    (row,) = measure(providers, CASE._replace(heads="2:6"), errors=True)
+    for name in providers:
+        assert 0 < row["rel_l2"][name]["o"] < 4e-3
+        assert 0 < row["rel_l2"][name]["final_state"] < 1e-5
+
+
+# Files
+
+
+def test_flashqla_bench_environment() -> None:
+    record = records.environment(["--eager"], None)
+    assert record.keys() >= {"gpu", "sms", "driver", "cuda", "time", "argv", *records.VERSIONS}
+    assert record["environment"] is True and record["argv"] == ["--eager"]
+    assert record["fla-flashqla"] == fla_flashqla.__version__ and record["torch"]
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", record["time"])
+    assert re.fullmatch(r"None|[0-9a-f]{40}(-dirty)?", str(record["commit"]))
+    assert records.environment([], "abc")["commit"] == "abc"
+    json.dumps(record)
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
+def test_flashqla_bench_commit(tmp_path: Path) -> None:
+    """The checkout's, unless git does not track the package: then it is an installed copy."""
+
+    def git(*command: str) -> None:
+        name = ("-c", "user.name=a", "-c", "user.email=a@localhost")
+        subprocess.run(["git", "-C", tmp_path, *name, *command], check=True, capture_output=True)
+
+    assert records._commit(tmp_path) is None
+    git("init")
+    (tmp_path / "__init__.py").write_text("")
+    assert records._commit(tmp_path) is None
+    git("add", "__init__.py")
+    git("commit", "-m", "a")
+    assert re.fullmatch("[0-9a-f]{40}", str(records._commit(tmp_path)))
+    (tmp_path / "__init__.py").write_text("# changed")
+    assert str(records._commit(tmp_path)).endswith("-dirty")
+
+
+Start = Callable[..., tuple[int, list[Any]]]
+
+
+@pytest.fixture
+def start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Start:
+    """Run the command on an invented GPU; return its exit code and the file's records."""
+    environment = dict(ENVIRONMENT)
+    monkeypatch.setattr(bench, "works", lambda device: True)
+    for name in records.PROVIDERS:
+        monkeypatch.setitem(bench.LOADERS, name, lambda: REFERENCE)
+    monkeypatch.setattr(records, "environment", lambda argv, _: environment | {"argv": argv})
+    monkeypatch.setenv("TRITON_CACHE_AUTOTUNING", "1")
+    out = tmp_path / "made" / "rows.jsonl"
+    rows = ["--heads", "1:2", "--seqs", "8,16,24", "--pass", "fwd", "--providers", "ours,fla"]
+
+    def run(*argv: str, stop_at: str = "", **changed: Any) -> tuple[int, list[Any]]:
+        environment.update(changed)
+
+        def fake(provider: Any, case: records.Case, *_: Any) -> Any:
+            if case.seqs == stop_at:
+                raise KeyboardInterrupt
+            return {"ms": 1.5}
+
+        monkeypatch.setattr(bench, "measure", fake)
+        code = bench.main([*rows, "--out", str(out), *argv])
+        return code, [json.loads(line) for line in out.read_text().splitlines()]
+
+    return run
+
+
+def lengths(found: list[Any]) -> list[str]:
+    return ["new" if record.get("environment") else record["seqs"] for record in found]
+
+
+def test_flashqla_bench_interrupted_run_keeps_its_rows(start: Start, tmp_path: Path) -> None:
+    code, found = start(stop_at="24")
+    assert code == 130 and lengths(found) == ["new", "8", "16"]
+    assert str(tmp_path) not in json.dumps(found) and "rows.jsonl" in found[0]["argv"]
+    file = tmp_path / "made" / "rows.jsonl"
+    file.write_text(file.read_text()[:-9])  # the last line was not complete
+    code, found = start("--resume", time="2026-01-02T00:00:00Z")
+    assert code == 0 and lengths(found) == ["new", "8", "new", "16", "24"]
+    assert start("--resume") == (0, found)
+    assert lengths(start()[1])[5:] == ["new", "8", "16", "24"]
+
+
+@pytest.mark.parametrize("changed", [{"commit": "another"}, {"gpu": "NVIDIA GB200"}])
+def test_flashqla_bench_resume_in_another_environment(start: Start, changed: Any) -> None:
+    start()
+    assert lengths(start("--resume", **changed)[1])[4:] == ["new", "8", "16", "24"]
+
+
+def test_flashqla_bench_resume_with_another_provider(start: Start) -> None:
+    start("--providers", "fla")
+    assert lengths(start("--resume")[1])[4:] == ["new", "8", "16", "24"]
+
+
+def test_flashqla_bench_skips_what_is_not_installed(
+    start: Start, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(bench.LOADERS, "fla", bench._flash_qla)
+    monkeypatch.setitem(sys.modules, "flash_qla", None)
+    code, (environment, *rows) = start()
+    assert code == 0 and environment["skipped"]["fla"].startswith("ModuleNotFoundError: ")
+    assert all("ours" in row and "fla" not in row for row in rows)
+    assert "fla is skipped: ModuleNotFoundError: " in capsys.readouterr().err
+    assert start("--providers", "fla")[0] == 1
+    assert "no provider is left" in capsys.readouterr().err
+
+
+def test_flashqla_bench_json(start: Start, capsys: pytest.CaptureFixture[str]) -> None:
+    _, found = start("--json")
+    assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == found
+
+
+def test_flashqla_bench_stops_with_the_gpu(
+    start: Start, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(bench, "works", lambda device: False)
+    code, found = start()
+    assert code == 1 and lengths(found) == ["new", "8"]
+    assert "--resume" in capsys.readouterr().err
+
+
+def test_flashqla_bench_without_a_gpu(start: Start, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(FileNotFoundError):
+        start(gpu=None)
+    assert "PyTorch finds no GPU" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("line, text", [("{", "not a JSON"), ("{}", "before any environment")])
+def test_flashqla_bench_damaged_file(line: str, text: str, tmp_path: Path) -> None:
+    (tmp_path / "x.jsonl").write_text(line + "\n")
+    with pytest.raises(ValueError, match=f"x.jsonl:1: .*{text}"):
+        list(records.read(tmp_path / "x.jsonl"))
+
+
+# The report
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    (tmp_path / "README.md").write_text(f"before\n{report.BEGIN}{report.END}after\n")
+    return tmp_path
+
+
+def put(tree: Path, name: str, *rows: Any, **environment: Any) -> None:
+    path = tree / "benchmarks" / "results" / "h200" / f"{name}.jsonl"
+    records.append(path, ENVIRONMENT | environment)
+    for row in rows:
+        records.append(path, {"heads": "2:8", "step": "fwd", "gates": "published"} | row)
+
+
+def cells(tree: Path) -> list[list[str]]:
+    lines = [x for x in (tree / "README.md").read_text().splitlines() if x.startswith("| 2:8")]
+    return [line.strip("| ").split(" | ")[1:] for line in lines]
+
+
+def test_flashqla_report_table(tree: Path) -> None:
+    """The newest row counts whatever its file is called; losses and failures are shown."""
+    win = {"seqs": "8192x4", "ours": 1.0, "fla": 3.0, "flash_qla": 2.0}
+    loss = {"seqs": "1x2048", "ours": 2.0, "fla": 3.0, "flash_qla": 1.0}
+    none = {"seqs": "1x8192", "ours": None, "fla": 3.0, "error": {"ours": "Unsupported: no"}}
+    eager = {"seqs": "64", "mode": "eager", "ours": [1.0, 2.0], "fla": [1.0, 2.0]}
+    other_kind = {"environment": False, "kernel": "forward", "ms": 1.0}
+    put(tree, "b", win | {"ours": 0.1}, loss, torch="2.8.0")
+    put(tree, "a", win, none, eager, time="2026-02-01T00:00:00Z", torch="2.9.0", commit=None)
+    records.append(tree / "benchmarks" / "results" / "h200" / "a.jsonl", other_kind)
+    assert report.main(["--check"], tree) == 1
+    assert report.main([], tree) == 0 and report.main(["--check"], tree) == 0
+    assert cells(tree) == [
+        ["8192x4", "1.000", "3.000", "2.000", "2.00", "1"],
+        ["1x8192", "n/a", "3.000", "–", "–", "1"],
+        ["1x2048", "2.000", "3.000", "1.000", "0.50", "2"],
+    ]
+    text = (tree / "README.md").read_text()
+    assert text.startswith("before\n") and text.endswith("after\n")
+    assert "1.00 in the geometric mean, 2.00 at best (2:8 8192x4), 0.50 at worst" in text
+    assert "slower in 1. Without such a ratio: 1. Not measured: FlashInfer." in text
+    assert "1. [a.jsonl](benchmarks/results/h200/a.jsonl), 2026-02-01: torch 2.9.0\n" in text
+    assert "2. [b.jsonl](benchmarks/results/h200/b.jsonl), 2026-01-01: torch 2.8.0\n" in text
+
+
+def test_flashqla_report_tables_by_pass_gates_and_dtype(tree: Path) -> None:
+    row = {"seqs": "64", "ours": 1.0}
+    put(
+        tree, "a", row, row | {"step": "bwd"}, row | {"gates": "strong"}, row | {"dtype": "float16"}
+    )
+    report.main([], tree)
+    assert re.findall(r"### NVIDIA H200: (.+)", (tree / "README.md").read_text()) == [
+        "forward, bfloat16, published gates",
+        "forward, bfloat16, strong gates",
+        "backward, bfloat16, published gates",
+        "forward, float16, published gates",
+    ]
+    assert cells(tree) == [["64", "1.000", "–", "1"]] * 4
+
+
+def test_flashqla_report_wrong_folder(tree: Path) -> None:
+    put(tree, "a", {"seqs": "64", "ours": 1.0}, gpu="NVIDIA GB200")
+    with pytest.raises(ValueError, match="belong into a folder gb200"):
+        report.main([], tree)
+
+
+def test_flashqla_report_pictures(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Drawn from enough rows, linked, the same each time, and stale once the rows change."""
+    pytest.importorskip("matplotlib")
+    rows = [{"seqs": str(64 * n), "ours": 1.0, "fla": 0.2 * n} for n in range(1, 14)]
+    put(tree, "a", *rows[:12], rows[0] | {"ours": None, "seqs": "32"})
+    assert report.main([], tree) == 0 and report.main(["--check"], tree) == 0
+    folder = tree / "benchmarks" / "results" / "h200"
+    drawn = {path.name: path.read_text() for path in folder.glob("*.svg")}
+    assert drawn.keys() == {f"fwd-published-bfloat16-{kind}.svg" for kind in ("ms", "speedup")}
+    assert all(f"results/h200/{name}" in (tree / "README.md").read_text() for name in drawn)
+    bars, speedup = (drawn[f"fwd-published-bfloat16-{kind}.svg"] for kind in ("ms", "speedup"))
+    assert ">H:HV = 2:8<" in bars and ">FLA<" in bars and ">0.20<" in speedup
+    (folder / "fwd-published-bfloat16-ms.svg").unlink()
+    assert report.main(["--check"], tree) == 1
+    report.main([], tree)
+    assert {path.name: path.read_text() for path in folder.glob("*.svg")} == drawn
+    put(tree, "b", rows[12])
+    capsys.readouterr()
+    assert report.main(["--check"], tree) == 1
+    assert len(re.findall("stale: .*svg", capsys.readouterr().out)) == 2
+
+
+# What is in the tree
+
+
+def test_flashqla_readme_performance_is_not_stale() -> None:
+    assert report.main(["--check"]) == 0, "run `python benchmarks/report.py`"
+
+
+def test_flashqla_results_name_no_machine() -> None:
+    for path in (BENCHMARKS / "results").rglob("*.jsonl"):
+        for line in path.read_text().splitlines():
+            assert not any(a.startswith("/") for a in json.loads(line).get("argv", [])), path
+
+
+def test_flashqla_benchmark_files() -> None:
+    for path in BENCHMARKS.glob("*.py"):
+        lines = path.read_text().splitlines()
+        assert lines[:1] == ["# SPDX-License-Identifier: MIT"], path
+        assert len(lines) <= 500, path

@@ -72,11 +72,20 @@ def _build(plan: Plan) -> _Kernels:
     return kernels
 
 
+def _capturing() -> bool:
+    """Whether a CUDA graph is being captured, which compiling and loading kernels could break."""
+    initialized = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return initialized and torch.cuda.is_current_stream_capturing()
+
+
 def decide(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Decision:
     """Say what answers a call; a plan is returned with its kernels built."""
     decision = plan(describe(*args, **kwargs))
     if isinstance(decision, Plan):
-        kernels = _kernels.get(decision) or _build(decision)
+        kernels = _kernels.get(decision)
+        if (kernels is None or not kernels.proven) and _capturing():
+            return Refusal("kernels must have run before a CUDA graph is captured with them")
+        kernels = kernels or _build(decision)
         if kernels.cause is not None:
             return Refusal(kernels.cause)
     return decision
@@ -122,11 +131,11 @@ def _forward(
             v,
             g,
             beta,
-            q.shape[-1] ** -0.5 if scale is None else scale,
+            q.shape[-1] ** -0.5 if scale is None else float(scale),
             initial_state,
-            output_final_state,
-            use_qk_l2norm_in_kernel,
-            state_v_first,
+            bool(output_final_state),  # FLA's layers pass None, too
+            bool(use_qk_l2norm_in_kernel),
+            bool(state_v_first),
             cu_seqlens,
         )
     except torch.OutOfMemoryError:
@@ -141,6 +150,8 @@ def _forward(
     return result
 
 
+# As FLA's operator: a graph would be specialised on all that a plan depends on.
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def chunk_gated_delta_rule(
     q: torch.Tensor,
     k: torch.Tensor,

@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+from torch.autograd import forward_ad
 
 from fla_flashqla import arch
 
@@ -40,6 +41,7 @@ class Call(NamedTuple):
     N: int = 0
     varlen: bool = False
     needs_grad: bool = False
+    transformed: bool = False
     output_final_state: bool = False
     use_qk_l2norm_in_kernel: bool = False
     use_beta_sigmoid_in_kernel: bool = False
@@ -166,6 +168,12 @@ def describe(
         or beta.requires_grad
         or (initial_state is not None and initial_state.requires_grad)
     )
+    # These see the operations of PyTorch, not what a kernel does to memory, and hide in plain tensors.
+    transformed = (
+        torch._C._are_functorch_transforms_active()
+        or forward_ad._current_level >= 0
+        or torch._C._get_tracing_state() is not None
+    )
     gate = transposed = False
     chunk_size = 64
     unknown: tuple[str, ...] = ()
@@ -202,6 +210,7 @@ def describe(
         N=N,
         varlen=cu_seqlens is not None,
         needs_grad=needs_grad,
+        transformed=transformed,
         output_final_state=bool(output_final_state),
         use_qk_l2norm_in_kernel=bool(use_qk_l2norm_in_kernel),
         use_beta_sigmoid_in_kernel=bool(use_beta_sigmoid_in_kernel),

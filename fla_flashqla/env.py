@@ -25,8 +25,8 @@ VARIABLES = (SWITCH, STRICT)
 
 
 def enabled() -> bool:
-    return os.environ.get("FLA_FLASH_QLA", "1") != "0"
+    return os.environ.get(SWITCH.name, SWITCH.default) != "0"
 
 
 def strict() -> bool:
-    return os.environ.get("FLA_FLASH_QLA_STRICT", "0") != "0"
+    return os.environ.get(STRICT.name, STRICT.default) not in ("", "0")

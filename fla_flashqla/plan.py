@@ -95,6 +95,8 @@ def _refuse_cuda(call: Call) -> str | None:
     if arch is None or not arch.supported:
         sm = "unknown" if call.sm is None else f"SM{call.sm[0]}{call.sm[1]}"
         return f"the GPU must be SM90, got {sm}: {arch.status if arch else 'not supported'}"
+    if call.transformed:
+        return "torch.func, forward-mode differentiation and torch.jit.trace are not supported"
     if call.needs_grad:
         return "a gradient is needed and the backward is not supported yet"
     if call.use_gate_in_kernel:

@@ -94,7 +94,11 @@ def _run(
     B, T, H, K = q.shape
     HV, V = v.shape[2:]
     dtype = torch.float64 if torch.float64 in (q.dtype, k.dtype, v.dtype) else torch.float32
-    bounds = torch.arange(B + 1) * T if cu_seqlens is None else cu_seqlens.cpu().long()
+    # On the CPU whatever the default device is.
+    if cu_seqlens is None:
+        bounds = torch.arange(B + 1, device="cpu") * T
+    else:
+        bounds = cu_seqlens.cpu().long()
     starts, lens = bounds[:-1], bounds.diff().clamp(min=0)
     order = lens.argsort(descending=True, stable=True)
     rows, steps = _tile_rows(starts[order], lens[order], C)
@@ -146,10 +150,10 @@ def _run(
 def _tile_rows(starts: Tensor, lens: Tensor, C: int) -> tuple[Tensor, list[int]]:
     """Rows of each tile [tiles, C], -1 for an empty slot, and the number of tiles of each step."""
     counts = (lens + C - 1) // C
-    step = torch.arange(int(counts.max()) if len(counts) else 0)
+    step = torch.arange(int(counts.max()) if len(counts) else 0, device="cpu")
     has_tile = counts[None, :] > step[:, None]
     s, n = has_tile.nonzero().unbind(1)
-    token = s[:, None] * C + torch.arange(C)
+    token = s[:, None] * C + torch.arange(C, device="cpu")
     rows = torch.where(token < lens[n, None], starts[n, None] + token, -1)
     return rows, has_tile.sum(1).tolist()
 

@@ -3,7 +3,11 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.metadata
+import os
 import re
+import shutil
 import subprocess
 from collections import Counter
 from pathlib import Path
@@ -16,6 +20,21 @@ class Compiled(NamedTuple):
     smem_bytes: int  # dynamic and static
     notes: tuple[str, ...]  # ptxas performance notes (C75xx)
     instructions: Counter[str]
+
+
+@functools.cache
+def nvcc() -> str | None:
+    """The nvcc that TileLang finds, without loading TileLang."""
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    if home:
+        return shutil.which(f"{home}/bin/nvcc")
+    try:
+        files = importlib.metadata.files("nvidia-cuda-nvcc") or []
+    except importlib.metadata.PackageNotFoundError:
+        files = []
+    packaged = [str(file.locate()) for file in files if file.name == "nvcc"]
+    candidates = ["nvcc", *packaged, "/usr/local/cuda/bin/nvcc"]
+    return next((path for name in candidates if (path := shutil.which(name))), None)
 
 
 def disassembler() -> str:
@@ -36,7 +55,9 @@ def compile_for(arch: str, function: Any, pass_configs: dict[Any, Any], folder: 
     source.write_text(artifact.kernel_source)
     fast_math = tilelang.PassConfigKey.TL_ENABLE_FAST_MATH
     options = ["--use_fast_math"] if pass_configs.get(fast_math) else []
-    command = ["nvcc", "-cubin", "-O3", f"-arch={arch}", "-std=c++20", "-Xptxas", "-v", *options]
+    compiler = nvcc()
+    assert compiler, "no nvcc"
+    command = [compiler, "-cubin", "-O3", f"-arch={arch}", "-std=c++20", "-Xptxas", "-v", *options]
     paths = [f"-I{TILELANG_TEMPLATE_PATH}", f"-I{CUTLASS_INCLUDE_DIR}"]
     done = subprocess.run(
         [*command, *paths, "-o", str(cubin), str(source)], capture_output=True, text=True

@@ -7,11 +7,11 @@ import functools
 import importlib.metadata
 import importlib.util
 import os
-import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from compiler import nvcc
 
 import fla_flashqla
 
@@ -36,7 +36,7 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
         point = "none: not installed"
     return [
         f"fla_flashqla: {fla_flashqla.__version__} in {PACKAGE}, entry point {point}",
-        f"torch: {torch.__version__}, GPU: {_gpu() or 'none'}, nvcc: {_nvcc() or 'none'}",
+        f"torch: {torch.__version__}, GPU: {_gpu() or 'none'}, nvcc: {nvcc() or 'none'}",
     ]
 
 
@@ -49,21 +49,13 @@ def _gpu() -> str | None:
     return f"{count} x {torch.cuda.get_device_name(0)} (SM {major}.{minor})"
 
 
-@functools.cache
-def _nvcc() -> str | None:
-    """The nvcc that TileLang finds."""
-    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
-    candidates = [f"{home}/bin/nvcc"] if home else ["nvcc", "/usr/local/cuda/bin/nvcc"]
-    return next((path for name in candidates if (path := shutil.which(name))), None)
-
-
 def _skip_reason(marker: str) -> str | None:
     if marker in ("gpu", "sm90") and _gpu() is None:
         return "needs an NVIDIA GPU, PyTorch finds none"
     if marker == "sm90" and torch.cuda.get_device_capability(0) != (9, 0):
         return f"needs a GPU of SM 9.0, got {_gpu()}"
-    if marker == "compile" and _nvcc() is None:
-        return "needs nvcc, none in CUDA_HOME, on the PATH or in /usr/local/cuda"
+    if marker == "compile" and nvcc() is None:
+        return "needs nvcc, and TileLang would find none"
     if marker == "compile" and importlib.util.find_spec("tilelang") is None:
         return "needs TileLang, which is not installed"
     if marker == "fla" and importlib.util.find_spec("fla") is None:

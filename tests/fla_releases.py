@@ -34,8 +34,10 @@ def fetch(*requirements: str) -> Path:
     CACHE.mkdir(mode=0o700, exist_ok=True)
     staging = tempfile.mkdtemp(dir=CACHE)
     command = [sys.executable, "-m", "pip", "install", "--no-deps", "--retries", "1"]
+    # The checks pin the FLA that is installed, which is not the one that is wanted here.
+    env = {name: value for name, value in os.environ.items() if name != "PIP_CONSTRAINT"}
     pip = subprocess.run(
-        [*command, "--target", staging, *requirements], capture_output=True, text=True
+        [*command, "--target", staging, *requirements], capture_output=True, text=True, env=env
     )
     if pip.returncode:
         shutil.rmtree(staging)

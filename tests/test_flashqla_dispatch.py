@@ -20,7 +20,7 @@ import torch
 from child_processes import environment
 
 import fla_flashqla
-from fla_flashqla import api, backend, compat, report
+from fla_flashqla import api, compat
 from fla_flashqla._autoload import TARGET
 from fla_flashqla.backend import FlashQLABackend
 from fla_flashqla.call import Unsupported, describe
@@ -213,6 +213,11 @@ def test_flashqla_dispatch_passes_what_the_kernels_need(
     assert all(a is b or a == b for a, b in zip(passed, expected, strict=True))
     ours.chunk_gated_delta_rule(*tensors, 0.0, state_v_first=True)
     assert kernels.forward.call_args.args[6:] == (0.0, None, False, False, True, None)
+    # FLA takes a flag for what it is worth; a kernel needs numbers.
+    ours.chunk_gated_delta_rule(*tensors, True, None, None, 2)
+    flags = kernels.forward.call_args.args[6:]
+    assert flags == (1.0, None, False, True, False, None)
+    assert [type(x) for x in flags if x is not None] == [float, bool, bool, bool]
 
 
 def test_flashqla_dispatch_refuses_with_a_reason(ours: FlashQLABackend) -> None:
@@ -329,6 +334,21 @@ def test_flashqla_fallback_not_when_strict(
         ours.chunk_gated_delta_rule(**inputs())
 
 
+def test_flashqla_fallback_while_a_graph_is_captured(
+    ours: FlashQLABackend, kernels: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is compiled or loaded under a capture; what has run before is captured."""
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    capturing = True
+    accepted, reason = ours.chunk_gated_delta_rule_verifier(**inputs())
+    assert not accepted and reason and "captured" in reason and not kernels.build.called
+    capturing = False
+    assert ours.chunk_gated_delta_rule(**inputs()) == ("o", None)
+    capturing = True
+    assert ours.chunk_gated_delta_rule_verifier(**inputs()) == (True, None)
+
+
 COMPILERS = {"missing": None, "broken": "#!/bin/sh\necho 'nvcc fatal: no such thing'; exit 1\n"}
 
 
@@ -394,70 +414,32 @@ def test_flashqla_api_has_flas_arguments() -> None:
     assert binding.names == BINDING.names and not binding.theirs and not binding.ours
 
 
+def test_flashqla_api_stays_out_of_graphs(kernels: types.SimpleNamespace) -> None:
+    """One graph before it and one behind it, whatever the length."""
+    graphs = []
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
+        graphs.append(graph)
+        return graph.forward
+
+    kernels.forward.side_effect = lambda plan, q, k, v, *_: (v, None)
+
+    @torch.compile(backend=backend, dynamic=True)
+    def layer(given: dict[str, torch.Tensor]) -> torch.Tensor:
+        given = {name: x * 1 for name, x in given.items()}
+        return fla_flashqla.chunk_gated_delta_rule(**given)[0] + 1
+
+    for T in (5, 6, 7):
+        given = inputs(T)
+        assert torch.equal(layer(given), given["v"] + 1)
+    assert len(graphs) == 2 and kernels.forward.call_count == 3
+
+
 def test_flashqla_api_reference_on_the_cpu() -> None:
     given = inputs(output_final_state=True)
     o, state = fla_flashqla.chunk_gated_delta_rule(**given)
     assert o.shape == given["v"].shape and state is not None and state.dtype == torch.float32
     assert fla_flashqla.dispatch_report()["reference"] == 1
-
-
-# Report
-
-
-def test_flashqla_report_counts_and_resets() -> None:
-    report.ran("a")
-    report.ran("a")
-    report.refused("b")
-    report.reference_ran()
-    counted = fla_flashqla.dispatch_report()
-    assert counted.pop("reach")
-    assert counted == {"ran": {"a": 2}, "refused": {"b": 1}, "reference": 1}
-    counted["ran"]["a"] = 0  # a copy
-    assert fla_flashqla.dispatch_report()["ran"] == {"a": 2}
-    fla_flashqla.reset_report()
-    assert fla_flashqla.dispatch_report()["ran"] == {}
-
-
-def test_flashqla_report_is_bounded() -> None:
-    for i in range(2 * report.MAX_REASONS):
-        report.refused(f"reason {i}")
-    report.refused("reason 0")
-    refused = fla_flashqla.dispatch_report()["refused"]
-    assert len(refused) == report.MAX_REASONS + 1 and refused["reason 0"] == 2
-    assert refused[report.OVERFLOW] == report.MAX_REASONS
-
-
-def test_flashqla_report_is_exact_with_threads() -> None:
-    def count() -> None:
-        for _ in range(2000):
-            report.ran("threads")
-
-    threads = [threading.Thread(target=count) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert fla_flashqla.dispatch_report()["ran"] == {"threads": 8000}
-
-
-def test_flashqla_report_names_the_reach(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (TARGET, *compat.DISPATCH_MODULES):
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    assert fla_flashqla.dispatch_report()["reach"].startswith("not reached: FLA's operator is not")
-    monkeypatch.setitem(sys.modules, TARGET, types.ModuleType(TARGET))
-    monkeypatch.setenv("FLA_DISABLE_BACKEND_DISPATCH", "1")
-    assert "FLA_DISABLE_BACKEND_DISPATCH=1" in backend.reach()
-
-
-def test_flashqla_report_of_a_backend_that_was_displaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    registry = types.SimpleNamespace(_backends={"flash_qla": FlashQLABackend(BINDING)})
-    monkeypatch.setitem(sys.modules, TARGET, types.ModuleType(TARGET))
-    monkeypatch.setattr(backend, "_registry", registry)
-    monkeypatch.setattr(compat, "dispatch_disabled", lambda: False)
-    monkeypatch.setattr(backend, "_misfit", "")
-    assert "registry" in backend.reach()
-    registry._backends["flash_qla"] = object()
-    assert "came later" in backend.reach()
 
 
 def test_flashqla_decisions_are_of_three_kinds() -> None:

@@ -143,13 +143,14 @@ def test_flashqla_variables_are_in_one_place() -> None:
 
 
 def test_flashqla_variables_are_read_when_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    for value, enabled, strict in ((None, True, False), ("0", False, False), ("1", True, True)):
+    expected = {None: (True, False), "0": (False, False), "1": (True, True), "": (True, False)}
+    for value, answers in expected.items():
         for variable in env.VARIABLES[:2]:
             if value is None:
                 monkeypatch.delenv(variable.name, raising=False)
             else:
                 monkeypatch.setenv(variable.name, value)
-        assert (env.enabled(), env.strict()) == (enabled, strict)
+        assert (env.enabled(), env.strict()) == answers
 
 
 @pytest.mark.parametrize("file", sorted(MODULES))

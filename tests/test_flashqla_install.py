@@ -111,6 +111,7 @@ def described(T: int = 64, K: int = 128, V: int = 128, dtype: torch.dtype = torc
 
 REFUSALS = {
     "an input requires a gradient": {"grad": True},
+    "under `torch.vmap`, `torch.func.grad`, ...": {"facts": {"transformed": True}},
     "`use_gate_in_kernel=True` (FLA's layer)": {"use_gate_in_kernel": True, "A_log": meta(4)},
     "`use_beta_sigmoid_in_kernel=True` (FLA's layer)": {"use_beta_sigmoid_in_kernel": True},
     "`transpose_state_layout=True`": {"transpose_state_layout": True},
@@ -119,10 +120,16 @@ REFUSALS = {
     "a keyword that we do not know": {"answer": 42},
     "K = 256, V = 512": {"K": 256, "V": 512},
     "float32 q, k, v": {"dtype": torch.float32},
+    "q, k, v of two dtypes": {"facts": {"k_dtype": "float16"}},
+    "float64 g": {"facts": {"g_dtype": "float64"}},
+    "float64 beta": {"facts": {"beta_dtype": "float64"}},
+    "float64 initial_state": {"facts": {"state_dtype": "float64"}},
     "Blackwell": {"facts": {"sm": (10, 0)}},
     "other GPUs": {"facts": {"sm": (8, 0)}},
     "ROCm": {"facts": {"is_hip": True}},
+    "other devices": {"facts": {"device_type": "xpu"}},
     "no tokens": {"T": 0},
+    "two billion tokens": {"T": 2**31},
 }
 
 

@@ -7,7 +7,9 @@ import functools
 import os
 import tempfile
 from pathlib import Path
+from unittest.mock import MagicMock
 
+import fla_releases
 import pytest
 from child_processes import assert_passed, checks_of, environment, finish, start
 from fla_releases import RELEASES, entry_point, release_path
@@ -45,6 +47,18 @@ def outcomes(version: str) -> dict[str, dict[str, str]]:
 @pytest.mark.parametrize(("version", "order"), [(v, o) for v in RELEASES for o in orders(v)])
 def test_flashqla_reach(version: str, order: str, check: str) -> None:
     assert_passed(outcomes(version)[order], check)
+
+
+def test_flashqla_releases_are_fetched_whatever_is_pinned(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """.ci/run pins one release of FLA for the whole environment."""
+    monkeypatch.setattr(fla_releases, "CACHE", tmp_path)
+    monkeypatch.setenv("PIP_CONSTRAINT", "constraints.txt")
+    pip = MagicMock(return_value=MagicMock(returncode=0))
+    monkeypatch.setattr(fla_releases.subprocess, "run", pip)
+    assert fla_releases.fetch("fla-core==0.4.1") == tmp_path / "fla-core==0.4.1"
+    assert "PIP_CONSTRAINT" not in pip.call_args.kwargs["env"]
 
 
 @pytest.mark.parametrize("version", ["0.5.1", "0.6.0"])

@@ -132,6 +132,17 @@ def test_flashqla_reference_of_nothing(form):
 
 
 @FORMS
+def test_flashqla_reference_ignores_the_default_device(form):
+    x = small(lens=(70, 0, 3), tail=1)
+    dense = {n: t for n, t in x.items() if n not in ("cu_seqlens", "initial_state")}
+    want = form(**x), form(**dense)
+    with torch.device("meta"):
+        got = form(**x), form(**dense)
+    for a, b in zip(got, want, strict=True):
+        assert_close(a, b, 0)
+
+
+@FORMS
 def test_flashqla_reference_splits(form):
     x = small(T=150, gates="mild")
     whole = form(**x)

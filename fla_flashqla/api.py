@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from fla_flashqla import chunk, reference, report
+from fla_flashqla import arch, chunk, reference, report
 from fla_flashqla.call import Unsupported, describe
 from fla_flashqla.plan import Plan, Reference, Refusal, plan
 from fla_flashqla.report import logger
@@ -23,14 +23,15 @@ class FirstLaunchError(Exception):
 
 
 class _Kernels:
-    """What this process knows about the kernels of one plan."""
+    """What this process knows about kernels that are compiled together."""
 
     __slots__ = ("cause", "path", "proven")
 
     def __init__(self, plan: Plan) -> None:
         self.path = f"forward {plan.arch} {plan.dtype}"
         self.cause: str | None = None  # why such calls are refused
-        self.proven = False  # a launch has succeeded, so a later error is not hidden
+        # Splits and devices whose launches have succeeded: a later error is not hidden, and everything is loaded there.
+        self.proven: set[tuple[int, int]] = set()
 
     def fail(self, what: str, error: Exception) -> None:
         self.cause = f"{self.path} {what}: {_summary(error)}"
@@ -46,7 +47,7 @@ def _summary(error: Exception) -> str:
     return f"{type(error).__name__}: {(telling or lines)[0][:300]}"
 
 
-_kernels: dict[Plan, _Kernels] = {}
+_kernels: dict[tuple[str, ...], _Kernels] = {}
 _build_lock = threading.Lock()
 
 
@@ -61,14 +62,14 @@ if hasattr(os, "register_at_fork"):
 
 def _build(plan: Plan) -> _Kernels:
     with _build_lock:
-        kernels = _kernels.get(plan)
+        kernels = _kernels.get(plan.compiled)
         if kernels is None:
             kernels = _Kernels(plan)
             try:
                 chunk.build(plan)
             except Exception as error:
                 kernels.fail("cannot be built", error)
-            _kernels[plan] = kernels
+            _kernels[plan.compiled] = kernels
     return kernels
 
 
@@ -80,10 +81,12 @@ def _capturing() -> bool:
 
 def decide(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Decision:
     """Say what answers a call; a plan is returned with its kernels built."""
-    decision = plan(describe(*args, **kwargs))
+    call = describe(*args, **kwargs)
+    decision = plan(call)
     if isinstance(decision, Plan):
-        kernels = _kernels.get(decision)
-        if (kernels is None or not kernels.proven) and _capturing():
+        kernels = _kernels.get(decision.compiled)
+        place = decision.splits, call.device_index
+        if (kernels is None or place not in kernels.proven) and _capturing():
             return Refusal("kernels must have run before a CUDA graph is captured with them")
         kernels = kernels or _build(decision)
         if kernels.cause is not None:
@@ -122,7 +125,8 @@ def _forward(
     **__: Any,
 ) -> Result:
     # The plan vouches that what is not passed on is at its default or restates what is.
-    kernels = _kernels[plan]
+    kernels = _kernels[plan.compiled]
+    place = plan.splits, arch.device_facts(q.device).device_index
     try:
         result = chunk.forward(
             plan,
@@ -141,11 +145,11 @@ def _forward(
     except torch.OutOfMemoryError:
         raise  # says nothing about the kernels
     except Exception as error:
-        if kernels.proven:
+        if place in kernels.proven:
             raise
         kernels.fail("failed at its first launch", error)
         raise FirstLaunchError from error
-    kernels.proven = True
+    kernels.proven.add(place)
     report.ran(kernels.path)
     return result
 

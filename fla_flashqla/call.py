@@ -39,6 +39,7 @@ class Call(NamedTuple):
     K: int = 0
     V: int = 0
     N: int = 0
+    sms: int = 0
     varlen: bool = False
     needs_grad: bool = False
     transformed: bool = False
@@ -105,7 +106,7 @@ def describe(
         if type(x) not in _PLAIN:
             return _malformed(f"{name} must be a plain torch.Tensor, got {type(x).__name__}")
     device = q.device
-    device_type, device_index, sm, is_hip, _ = arch.device_facts(device)
+    device_type, device_index, sm, is_hip, sms = arch.device_facts(device)
 
     # Shapes: on the accept path only comparisons, no text.
     q_shape, v_shape = q.shape, v.shape
@@ -195,6 +196,7 @@ def describe(
         device_index=device_index,
         sm=sm,
         is_hip=is_hip,
+        sms=sms,
         q_dtype=_name(q.dtype),
         k_dtype=_name(k.dtype),
         v_dtype=_name(v.dtype),

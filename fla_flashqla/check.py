@@ -35,7 +35,7 @@ DISTRIBUTIONS = (
     "flash-linear-attention",
     "flash-qla",
 )
-HYPOTHETICAL_SM = (9, 0)  # what calls are planned for where there is no GPU
+HYPOTHETICAL_SM, HYPOTHETICAL_SMS = (9, 0), 132  # what calls are planned for where there is no GPU
 PROBE_TIMEOUT_S = 900  # the first call of a process may compile kernels
 COMPILER_TIMEOUT_S = 120
 
@@ -97,6 +97,7 @@ def _gpu() -> Record:
         "index": None,
         "name": None,
         "sm": None,
+        "sms": 0,  # multiprocessors
         "supported": False,
         "cuda": None,  # what this PyTorch was built for
         "driver": _driver(),
@@ -126,6 +127,7 @@ def _gpu() -> Record:
             "index": index,
             "name": torch.cuda.get_device_name(index),
             "sm": list(sm) if sm else None,
+            "sms": facts[index].sms,
             "supported": bool(ours),
         }
         if not found["supported"]:
@@ -254,7 +256,7 @@ def _calls(gpu: Record, obstacle: str | None, problems: list[str]) -> Record:
     """The planner's answers for typical calls on this machine's GPU, or else on one of ours."""
     if not env.enabled():
         obstacle = _switched_off()
-    sm = tuple(gpu["sm"] or HYPOTHETICAL_SM)
+    sm, sms = tuple(gpu["sm"] or HYPOTHETICAL_SM), gpu["sms"] or HYPOTHETICAL_SMS
     found: Record = {"sm": list(sm), "hypothetical": gpu["sm"] is None, "rows": []}
     try:
         from fla_flashqla.call import describe
@@ -262,7 +264,7 @@ def _calls(gpu: Record, obstacle: str | None, problems: list[str]) -> Record:
 
         for name, arguments in _typical_calls():
             call = describe(**arguments)
-            answer = plan(call._replace(device_type="cuda", device_index=0, sm=sm))
+            answer = plan(call._replace(device_type="cuda", device_index=0, sm=sm, sms=sms))
             reason = answer.reason if isinstance(answer, Refusal) else obstacle
             path = "ours" if reason is None else "FLA"
             found["rows"].append({"name": name, "path": path, "reason": reason or str(answer)})

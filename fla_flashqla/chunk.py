@@ -8,31 +8,28 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from .arch import device_facts
-from .plan import splits
-
 if TYPE_CHECKING:
-    from .plan import Plan
+    from fla_flashqla.plan import Plan
 
 CHUNK = 64
 
 
 class Kernels(NamedTuple):
-    """The compiled kernels of one plan."""
+    """What is compiled together."""
 
     prepare: Any
     forward: Any  # a value head in one block
     forward_halves: Any  # in two, each with half of V
 
 
-_built: dict[Plan, Kernels] = {}
+_built: dict[tuple[str, ...], Kernels] = {}
 
 
 def build(plan: Plan) -> Kernels:
     """Compile the kernels of `plan`, once per process; raises what the compiler raises."""
-    kernels = _built.get(plan)
+    kernels = _built.get(plan.compiled)
     if kernels is None:
-        from .kernels import compile_kernel, forward, prepare
+        from fla_flashqla.kernels import compile_kernel, forward, prepare
 
         sources = (
             (
@@ -44,7 +41,7 @@ def build(plan: Plan) -> Kernels:
         )
         with ThreadPoolExecutor(len(sources)) as pool:  # most of the time is spent in nvcc
             kernels = Kernels(*pool.map(compile_kernel, *zip(*sources, strict=True)))
-        _built[plan] = kernels
+        _built[plan.compiled] = kernels
     return kernels
 
 
@@ -142,16 +139,23 @@ def forward(
     """Launch the forward pass on the current stream of the tensors' device, without waiting for it.
 
     Args:
-        plan (Plan): what `plan.plan` returned for this call.
-        q, k (torch.Tensor): `[B, T, H, 128]`, float16 or bfloat16.
-        v (torch.Tensor): `[B, T, HV, 128]`, same dtype.
-        g, beta (torch.Tensor): `[B, T, HV]`, log decay (natural log) and beta; float32, bfloat16 or float16.
-        scale (float): factor of q.
-        initial_state (torch.Tensor, optional): `[N, HV, K, V]`, or `[N, HV, V, K]` with `state_v_first`.
-        cu_seqlens (torch.Tensor, optional): `[N + 1]`, int32 or int64, on the same device.
+        plan (Plan):
+            What `plan.plan` returned for this call.
+        q, k (torch.Tensor):
+            `[B, T, H, 128]`, float16 or bfloat16.
+        v (torch.Tensor):
+            `[B, T, HV, 128]`, same dtype.
+        g, beta (torch.Tensor):
+            Log decay (natural log) and beta, `[B, T, HV]`; float32, bfloat16 or float16.
+        scale (float):
+            Factor of q.
+        initial_state (torch.Tensor, Optional):
+            `[N, HV, K, V]`, or `[N, HV, V, K]` with `state_v_first`.
+        cu_seqlens (torch.Tensor, Optional):
+            Boundaries `[N + 1]`, int32 or int64, on the same device.
 
     Returns:
-        o `[B, T, HV, V]` in q's dtype and the final state in float32, laid out as `initial_state` (or None).
+        o `[B, T, HV, V]` in q's dtype and the final state in float32, laid out as `initial_state`, or `None`.
     """
     if torch.cuda.current_device() != q.device.index:
         with torch.cuda.device(q.device):
@@ -177,8 +181,7 @@ def forward(
         shape = (at.N, HV, V, K) if state_v_first else (at.N, HV, K, V)
         final_state = torch.empty(shape, dtype=torch.float32, device=q.device)
     kernels = build(plan)
-    halves = splits(at.N * HV, device_facts(q.device).sms) == 2
-    (kernels.forward_halves if halves else kernels.forward)(
+    (kernels.forward if plan.splits == 1 else kernels.forward_halves)(
         q.view(tokens, H, K),
         k.view(tokens, H, K),
         _packed(v, tokens, HV, V),

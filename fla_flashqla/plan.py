@@ -26,6 +26,12 @@ class Plan:
     dtype: str
     g_dtype: str
     beta_dtype: str
+    splits: int = 1  # blocks that share the V columns of a value head
+
+    @property
+    def compiled(self) -> tuple[str, ...]:
+        """What is compiled together: the kernels of all `splits`."""
+        return self.arch, self.dtype, self.g_dtype, self.beta_dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +57,7 @@ def splits(chains: int, sms: int) -> int:
     return 2 if 2 * chains <= sms else 1
 
 
-_plan = lru_cache(maxsize=None)(Plan)  # a handful of kernels: SMs x dtypes
+_plan = lru_cache(maxsize=None)(Plan)  # a handful of kernels: SMs x dtypes x splits
 _REFERENCE = Reference("CPU tensors are answered by the PyTorch reference")
 
 
@@ -66,7 +72,8 @@ def plan(call: Call) -> Plan | Reference | Refusal:
     if reason is not None:
         return Refusal(reason)
     assert call.sm is not None
-    return _plan(ARCHS[call.sm].name, call.q_dtype, call.g_dtype, call.beta_dtype)
+    shared = splits(call.N * call.HV, call.sms)
+    return _plan(ARCHS[call.sm].name, call.q_dtype, call.g_dtype, call.beta_dtype, shared)
 
 
 def _refuse_any(call: Call) -> str | None:

@@ -218,7 +218,7 @@ def test_flashqla_check_switched_off(
     assert reach["answered"] == "none" and correctness["cases"] == []
     assert any(name in problem for problem in problems)
     if name == "FLA_FLASH_QLA":
-        calls = check._calls({"sm": None}, None, [])
+        calls = check._calls({"sm": None, "sms": 0}, None, [])
         assert {row["path"] for row in calls["rows"]} == {"FLA"}
 
 
@@ -272,6 +272,7 @@ GPU = {
     "index": 0,
     "name": "NVIDIA H200",
     "sm": [9, 0],
+    "sms": 132,
     "supported": True,
     "cuda": "13.0",
     "driver": "580.65.06",
@@ -312,7 +313,7 @@ def test_flashqla_check_compiler_matters_with_a_gpu(
 
 def test_flashqla_check_driver_without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """A driver and a PyTorch that sees no GPU: something that could work does not."""
-    gpu = GPU | {"count": 0, "index": None, "name": None, "sm": None, "supported": False}
+    gpu = GPU | {"count": 0, "index": None, "name": None, "sm": None, "sms": 0, "supported": False}
     monkeypatch.setattr(check, "_gpu", lambda: gpu | {"note": "no GPU is used: a CPU build"})
     monkeypatch.setattr(check, "_compiler", lambda: NO_COMPILER)
     monkeypatch.setattr(check, "_through_fla", lambda *_: ({}, {}))

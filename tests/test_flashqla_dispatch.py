@@ -347,6 +347,11 @@ def test_flashqla_fallback_while_a_graph_is_captured(
     assert ours.chunk_gated_delta_rule(**inputs()) == ("o", None)
     capturing = True
     assert ours.chunk_gated_delta_rule_verifier(**inputs()) == (True, None)
+    other = PLAN.__class__(*PLAN.compiled, splits=2)  # compiled with it, but never launched
+    monkeypatch.setattr(api, "plan", lambda call: other)
+    assert not ours.chunk_gated_delta_rule_verifier(**inputs())[0]
+    capturing = False
+    assert ours.chunk_gated_delta_rule_verifier(**inputs())[0]
 
 
 COMPILERS = {"missing": None, "broken": "#!/bin/sh\necho 'nvcc fatal: no such thing'; exit 1\n"}

@@ -308,7 +308,7 @@ def test_flashqla_only_dtypes_select_a_kernel(q, g, beta):
     }
     assert plan(call) == plan(call._replace(**others)) == want
     assert hash(plan(call)) == hash(want) and repr(want) == (
-        f"Plan(arch='sm90', dtype='{q}', g_dtype='{g}', beta_dtype='{beta}')"
+        f"Plan(arch='sm90', dtype='{q}', g_dtype='{g}', beta_dtype='{beta}', splits=1)"
     )
     with pytest.raises(FrozenInstanceError):
         want.dtype = "float32"
@@ -426,7 +426,9 @@ def test_flashqla_device_facts_are_looked_up_once(monkeypatch):
 
 
 def test_flashqla_splits():
-    """Half a head a block as long as all halves run at once."""
+    """Half a head a block as long as all halves run at once; both are compiled together."""
+    few, many = (plan(Call(**{**BASE, "N": n, "HV": 8, "sms": 132})) for n in (8, 9))
+    assert (few.splits, many.splits) == (2, 1) and few.compiled == many.compiled
     assert [splits(chains, 132) for chains in (1, 8, 66, 67, 256)] == [2, 2, 2, 1, 1]
 
 

@@ -37,7 +37,7 @@ from pathlib import Path
 import tilelang
 import tilelang.language as T
 
-from .prepare import (
+from fla_flashqla.kernels.prepare import (
     CHUNK,
     GATE_DECAY,
     GATE_O,

@@ -65,6 +65,7 @@ def _build(plan: Plan) -> _Kernels:
         kernels = _kernels.get(plan.compiled)
         if kernels is None:
             kernels = _Kernels(plan)
+            logger.info("compiling %s, or reading it from TileLang's cache", kernels.path)
             try:
                 chunk.build(plan)
             except Exception as error:

@@ -20,6 +20,14 @@ _CHECK_EXIT = """\
 exit code: 0 if everything that can work on this machine does, 1 if something does not or is switched
 off (the last lines say what), 2 for wrong arguments.
 """
+_WARMUP = """\
+Compiles the forward kernels into TileLang's cache folder (TILELANG_CACHE_DIR), so that the first call of
+a later process needs neither time nor nvcc. No GPU is needed: a cache folder can be filled when an image
+is built. Lengths, batch sizes, head counts and scales need no kernels of their own.
+"""
+_WARMUP_EXIT = "exit code: 0 if all kernels compiled, 1 if not, 2 for wrong arguments."
+_DTYPES = ("bfloat16", "float16")
+_GATE_DTYPES = ("float32", *_DTYPES)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -36,6 +44,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     check.add_argument("--json", action="store_true", help="print one JSON object to stdout")
     check.set_defaults(run=_check)
+    warmup = commands.add_parser(
+        "warmup",
+        help="compile the kernels ahead, also without a GPU",
+        description=_WARMUP,
+        epilog=_WARMUP_EXIT,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    warmup.add_argument(
+        "--dtype", nargs="+", choices=_DTYPES, default=["bfloat16"], help="of q, k and v"
+    )
+    warmup.add_argument("--g-dtype", nargs="+", choices=_GATE_DTYPES, default=["float32"])
+    warmup.add_argument(
+        "--beta-dtype", nargs="+", choices=_GATE_DTYPES, default=["float32", "bfloat16"]
+    )
+    warmup.add_argument("--json", action="store_true", help="print one JSON object to stdout")
+    warmup.set_defaults(run=_warmup)
     arguments = parser.parse_args(argv)
     try:
         return int(arguments.run(arguments))
@@ -47,10 +71,29 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
 
 
+def _progress(text: str) -> None:
+    print(f"... {text}", file=sys.stderr, flush=True)
+
+
+def _warmup(arguments: argparse.Namespace) -> int:
+    from fla_flashqla import warmup
+
+    wanted = warmup.plans(arguments.dtype, arguments.g_dtype, arguments.beta_dtype)
+    record = warmup.run(wanted, _progress)
+    if arguments.json:
+        print(json.dumps(record, indent=2))
+    else:
+        for row in record["plans"]:
+            said = f"{row['seconds']} s" if "seconds" in row else f"FAIL  {row['error']}"
+            print(f"  {row['dtype']:<9} g {row['g_dtype']:<9} beta {row['beta_dtype']:<9} {said}")
+        print(f"compiled kernels are in {record['cache']}")
+    return 0 if record["ok"] else 1
+
+
 def _check(arguments: argparse.Namespace) -> int:
     from fla_flashqla import check
 
-    record = check.run(lambda text: print(f"... {text}", file=sys.stderr, flush=True))
+    record = check.run(_progress)
     if arguments.json:
         print(json.dumps(record, indent=2))
     else:

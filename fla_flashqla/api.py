@@ -22,21 +22,23 @@ class FirstLaunchError(Exception):
     """A plan failed before it ever succeeded; it is refused from now on. Has the error as cause."""
 
 
+Place = tuple[int, int]  # splits and device: one kernel, loaded once
+
+
 class _Kernels:
     """What this process knows about kernels that are compiled together."""
 
-    __slots__ = ("cause", "path", "proven")
+    __slots__ = ("path", "proven", "refused")
 
     def __init__(self, plan: Plan) -> None:
         self.path = f"forward {plan.arch} {plan.dtype}"
-        self.cause: str | None = None  # why such calls are refused
-        # Splits and devices whose launches have succeeded: a later error is not hidden, and everything is loaded there.
-        self.proven: set[tuple[int, int]] = set()
+        self.proven: set[Place] = set()  # has run: a later error is not hidden, and all is loaded
+        self.refused: dict[Place | None, str] = {}  # has failed, why; None: nothing was built
 
-    def fail(self, what: str, error: Exception) -> None:
-        self.cause = f"{self.path} {what}: {_summary(error)}"
-        logger.warning("%s; such calls are left to FLA from now on", self.cause)
-        logger.debug("%s", self.cause, exc_info=error)
+    def fail(self, place: Place | None, what: str, error: Exception) -> None:
+        cause = self.refused[place] = f"{self.path} {what}: {_summary(error)}"
+        logger.warning("%s; such calls are left to FLA from now on", cause)
+        logger.debug("%s", cause, exc_info=error)
 
 
 def _summary(error: Exception) -> str:
@@ -69,7 +71,7 @@ def _build(plan: Plan) -> _Kernels:
             try:
                 chunk.build(plan)
             except Exception as error:
-                kernels.fail("cannot be built", error)
+                kernels.fail(None, "cannot be built", error)
             _kernels[plan.compiled] = kernels
     return kernels
 
@@ -90,8 +92,8 @@ def decide(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Decision:
         if (kernels is None or place not in kernels.proven) and _capturing():
             return Refusal("kernels must have run before a CUDA graph is captured with them")
         kernels = kernels or _build(decision)
-        if kernels.cause is not None:
-            return Refusal(kernels.cause)
+        if kernels.refused and (cause := kernels.refused.get(None) or kernels.refused.get(place)):
+            return Refusal(cause)
     return decision
 
 
@@ -148,7 +150,7 @@ def _forward(
     except Exception as error:
         if place in kernels.proven:
             raise
-        kernels.fail("failed at its first launch", error)
+        kernels.fail(place, "failed at its first launch", error)
         raise FirstLaunchError from error
     kernels.proven.add(place)
     report.ran(kernels.path)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from fla_flashqla import __version__
@@ -35,22 +35,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="fla-flashqla")
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    check = commands.add_parser(
-        "check",
-        help="does it work on this machine, and which calls does it take?",
-        description=_CHECK,
-        epilog=_CHECK_EXIT,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    check.add_argument("--json", action="store_true", help="print one JSON object to stdout")
-    check.set_defaults(run=_check)
-    warmup = commands.add_parser(
-        "warmup",
-        help="compile the kernels ahead, also without a GPU",
-        description=_WARMUP,
-        epilog=_WARMUP_EXIT,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+
+    def command(
+        name: str, run: Callable[[argparse.Namespace], int], summary: str, text: str, exit_code: str
+    ) -> argparse.ArgumentParser:
+        added = commands.add_parser(
+            name,
+            help=summary,
+            description=text,
+            epilog=exit_code,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        added.add_argument("--json", action="store_true", help="print one JSON object to stdout")
+        added.set_defaults(run=run)
+        return added
+
+    question = "does it work on this machine, and which calls does it take?"
+    command("check", _check, question, _CHECK, _CHECK_EXIT)
+    ahead = "compile the kernels ahead, also without a GPU"
+    warmup = command("warmup", _warmup, ahead, _WARMUP, _WARMUP_EXIT)
     warmup.add_argument(
         "--dtype", nargs="+", choices=_DTYPES, default=["bfloat16"], help="of q, k and v"
     )
@@ -58,8 +61,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     warmup.add_argument(
         "--beta-dtype", nargs="+", choices=_GATE_DTYPES, default=["float32", "bfloat16"]
     )
-    warmup.add_argument("--json", action="store_true", help="print one JSON object to stdout")
-    warmup.set_defaults(run=_warmup)
     arguments = parser.parse_args(argv)
     try:
         return int(arguments.run(arguments))

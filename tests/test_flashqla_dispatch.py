@@ -300,6 +300,19 @@ def test_flashqla_fallback_when_the_first_launch_fails(
     assert [r.levelname for r in caplog.records] == ["WARNING"] and "bad launch" in caplog.text
 
 
+def test_flashqla_fallback_of_one_kernel_leaves_the_others(
+    ours: FlashQLABackend, kernels: types.SimpleNamespace, fla: MagicMock
+) -> None:
+    """A kernel that fails at its first launch is refused; one that has run goes on."""
+    ours.chunk_gated_delta_rule(**inputs())
+    kernels.plan.return_value = PLAN.__class__(*PLAN.compiled, splits=2)
+    kernels.forward.side_effect = RuntimeError("bad launch")
+    assert ours.chunk_gated_delta_rule(**inputs()) == ("FLA", None)
+    assert not ours.chunk_gated_delta_rule_verifier(**inputs())[0]
+    kernels.plan.return_value, kernels.forward.side_effect = PLAN, None
+    assert ours.chunk_gated_delta_rule(**inputs()) == ("o", None)
+
+
 def test_flashqla_fallback_ends_with_the_first_success(
     ours: FlashQLABackend, kernels: types.SimpleNamespace, fla: MagicMock
 ) -> None:

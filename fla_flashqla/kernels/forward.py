@@ -13,7 +13,7 @@ its left operand from registers:
     P    = scale (Q K^T) o exp2(pr_i - pc_j), i >= j [C, C]     pr = log2(e rq), pc = log2(e / rk)
 
 Roles: one or two math warpgroups keep 64 rows of S^T each (with one, a head's V is shared by two blocks) and run the chain
-independently of each other; the next warpgroup makes P; of the last one warp loads by TMA and one stores o. All numbers of
+independently of each other; the next warpgroup makes P; in the last, one warp loads by TMA and one stores o. All numbers of
 warps below are for two math warpgroups.
 
     barrier      arrivals             set by              awaited by        meaning

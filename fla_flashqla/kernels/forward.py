@@ -13,22 +13,27 @@ its left operand from registers:
     P    = scale (Q K^T) o exp2(pr_i - pc_j), i >= j [C, C]     pr = log2(e rq), pc = log2(e / rk)
 
 Roles: one or two math warpgroups keep 64 rows of S^T each (with one, a head's V is shared by two blocks) and run the chain
-independently of each other; the next warpgroup makes P; in the last, one warp loads by TMA and one stores o. All numbers of
-warps below are for two math warpgroups.
+independently of each other; the next warpgroup makes P; in the last, one warp loads q and k, one v, A and the gates, and one
+stores o, all by TMA. All numbers of warps below are for two math warpgroups.
 
     barrier      arrivals             set by              awaited by        meaning
-    full[s]      32 + bytes           loader              math, P           stage s (q k v A gates) is readable
-    empty[s]     12 warps             math, P             loader            stage s may be overwritten
+    full[s]      2 + bytes            load warps          math, P           stage s (q k v A gates) is readable
+    empty[s]     12 warps             math, P             load warps        stage s and its P may be overwritten
     p_full[s]    4 warps              P                   math              P of stage s is in shared memory
-    p_empty[s]   8 warps              math                P                 P of stage s may be overwritten
-    o_full[s]    8 warps              math                store warp        o of the chunk before is in shared memory
-    o_empty[s]   1                    store warp          math              o tile s may be overwritten
-    landed       1 + bytes            loader              loader            tail chunk has landed and can be cleaned
+    o_full       8 warps              math                store warp        o of a chunk is in shared memory
+    o_empty      1                    store warp          math              the tile of o may be overwritten
+    landed[w]    1 + bytes            load warp w         load warp w       tail chunk has landed and can be cleaned
 
-Stage s of chunk i is i % 2, its phase (i // 2) % 2. The rows of a tail chunk that lie behind the sequence belong to someone
-else (or to nobody): the loader zeroes them in K and V before it hands the stage over, so that nothing they hold, NaN
+Stage s of chunk i is i % 3, its phase (i // 3) % 2. P of chunk i + 3 is written behind full of that chunk, which is behind empty
+of chunk i: P needs no barrier of its own for that. The rows of a tail chunk that lie behind the sequence belong to someone
+else (or to nobody): the load warps zero them in K and V before they hand the stage over, so that nothing they hold, NaN
 included, reaches this sequence; A and the gate vectors are zero there by construction; Q needs no cleaning, since its rows
 only reach rows of o that are never stored.
+
+A math warp is held up while it issues a product with a left operand in registers, so that little of its other work hides
+behind its own products. The loop is therefore turned: X of the next chunk is issued as soon as S is known, and o leaves
+under it. The tile of o is fenced for TMA by the warp that stores it, not by those that write it. Barriers are tested well before
+they are needed, because an answer takes about 80 cycles, and awaited only if the test failed.
 """
 
 from functools import partial
@@ -49,7 +54,7 @@ from fla_flashqla.kernels.prepare import (
     HEAD,
 )
 
-STAGES = 2
+STAGES = 3
 # a thread, by role (math, P, load and store), for two and for one math warpgroup
 REGISTERS = {2: (208, 64, 32), 1: (240, 168, 96)}
 
@@ -58,6 +63,7 @@ PASS_CONFIGS = {
     tilelang.PassConfigKey.TL_DISABLE_THREAD_STORAGE_SYNC: True,  # the barriers above are the whole protocol
     "tl.disable_shared_memory_reuse": True,  # the planner does not see concurrent warpgroups
     "tl.disable_safe_memory_legalize": True,  # indices are in range by construction
+    "tl.disable_buffer_init_check": True,  # it does not see that gdr_store writes
 }
 
 
@@ -104,12 +110,10 @@ def forward_kernel(dtype: str, warpgroups: int = 2):
         with T.Kernel(sequences * HV * SPLITS, threads=MATH + 256, prelude=source) as bx:
             q_s = T.alloc_shared((STAGES, C, D), dtype)
             k_s = T.alloc_shared((STAGES, C, D), dtype)
-            v_s0 = T.alloc_shared((C, M), dtype)  # a slice of a common buffer would be read
-            v_s1 = T.alloc_shared((C, M), dtype)  # element by element
+            v_s = T.alloc_shared((STAGES, C, M), dtype)
             a_s = T.alloc_shared((STAGES, C, C), dtype)
             p_s = T.alloc_shared((STAGES, C, C), dtype)
-            o_s0 = T.alloc_shared((C, M), dtype)
-            o_s1 = T.alloc_shared((C, M), dtype)
+            o_s = T.alloc_shared((C, M), dtype)
             g_s = T.alloc_shared((STAGES, GATE_ROWS, C), f32)
 
             S = T.alloc_fragment((M, D), f32)
@@ -120,40 +124,21 @@ def forward_kernel(dtype: str, warpgroups: int = 2):
             Ur = T.alloc_fragment((M, C), dtype)
             U16 = T.alloc_fragment((M, C), dtype)
             O = T.alloc_fragment((M, C), f32)
-            Ot = T.alloc_fragment((C, M), dtype)
-            Vt = T.alloc_fragment((C, M), dtype)
+            vt = T.alloc_local((16,), "uint32")  # V^T, two elements each, in the order of X
+            xg = T.alloc_local((16,), f32)  # the gates x of its columns
             P = T.alloc_fragment((C, C), f32)
             P16 = T.alloc_fragment((C, C), dtype)
             pr = T.alloc_fragment((C,), f32)
-            pc = T.alloc_fragment((C,), f32)
             decay = T.alloc_local((1,), f32)
-            # The accumulator layout of [M, C], transposed: copies become ldmatrix.trans and stmatrix.trans.
-            transposed = T.Fragment(
-                (C, M),
-                forward_fn=lambda t, r: (
-                    (r // 16) * 32 + (r % 8) * 4 + (t % 8) // 2,
-                    (t // 8) * 4 + ((r % 16) // 8) * 2 + t % 2,
-                ),
-            )
             swizzled = tilelang.layout.make_swizzled_layout
-            T.annotate_layout(
-                {
-                    Ot: transposed,
-                    Vt: transposed,
-                    v_s0: swizzled(v_s0),
-                    v_s1: swizzled(v_s1),
-                    o_s0: swizzled(o_s0),
-                    o_s1: swizzled(o_s1),
-                }
-            )
+            T.annotate_layout({v_s: swizzled(v_s), o_s: swizzled(o_s)})
 
-            full = T.alloc_barrier(arrive_count=[32] * STAGES)
+            full = T.alloc_barrier(arrive_count=[2] * STAGES)
             empty = T.alloc_barrier(arrive_count=[MATH // 32 + 4] * STAGES)
             p_full = T.alloc_barrier(arrive_count=[4] * STAGES)
-            p_empty = T.alloc_barrier(arrive_count=[MATH // 32] * STAGES)
-            o_full = T.alloc_barrier(arrive_count=[MATH // 32] * STAGES)
-            o_empty = T.alloc_barrier(arrive_count=[1] * STAGES)
-            landed = T.alloc_barrier(arrive_count=1)
+            o_full = T.alloc_barrier(arrive_count=MATH // 32)
+            o_empty = T.alloc_barrier(arrive_count=1)
+            landed = T.alloc_barrier(arrive_count=[1] * 2)
 
             tx = T.get_thread_binding()
             lane = tx % 32
@@ -166,6 +151,9 @@ def forward_kernel(dtype: str, warpgroups: int = 2):
             NT = T.ceildiv(length, C)
             state = T.cast(head, "int64") * (D * D) + split * M * stride_v
 
+            ready = T.alloc_var("int32")
+            p_ready = T.alloc_var("int32")
+            o_ready = T.alloc_var("int32")
             if tx < MATH:
                 T.set_max_nreg(registers[0], 1)
                 if use_h0 > 0:
@@ -173,182 +161,209 @@ def forward_kernel(dtype: str, warpgroups: int = 2):
                         S[r, c] = h0[state + r * stride_v + c * stride_k]
                 else:
                     T.clear(S)
-                T.clear(O)
                 for r, c in T.Parallel(M, HD):
                     Sa[r, c] = S[r, c]
-                for ii in T.serial(T.ceildiv(NT, 2)):
-                    for s in T.unroll(2):
-                        if ii * 2 + s < NT:
-                            T.barrier_wait(full[s], ii % 2)
-                            T.call_extern("handle", "gdr_order")
-                            if s == 0:
-                                T.copy(v_s0, Vt)
-                            else:
-                                T.copy(v_s1, Vt)
-                            matmul(Sa, k_s[s, :, 0:HD], X, clear_accum=True)
-                            for r, c in T.Parallel(M, HD):
-                                Sb[r, c] = S[r, c + HD]
-                            matmul(Sb, k_s[s, :, HD:D], X)
-                            for r, c in T.Parallel(M, C):  # o of the chunk before leaves under X
-                                Ot[c, r] = O[r, c]
+                if NT > 0:
+                    T.barrier_wait(full[0], 0)
+                    matmul(Sa, k_s[0, :, 0:HD], X, clear_accum=True)
+                    for r, c in T.Parallel(M, HD):
+                        Sb[r, c] = S[r, c + HD]
+                    matmul(Sb, k_s[0, :, HD:D], X)
+                    T.call_extern(
+                        "handle",
+                        "gdr_load",
+                        v_s.access_ptr("r"),
+                        g_s.access_ptr("r", offset=GATE_X * C),
+                        vt.access_ptr("w"),
+                        xg.access_ptr("w"),
+                    )
+                    T.wait_wgmma(0)
+                for ii in T.serial(T.ceildiv(NT, STAGES)):
+                    for s in T.unroll(STAGES):
+                        if ii * STAGES + s < NT:
+                            n = (s + 1) % STAGES  # stage of the next chunk, and its phase
+                            n_phase = (ii + (s + 1) // STAGES) % 2
+                            o_phase = (ii * STAGES + s + 1) % 2
                             matmul(Sa, q_s[s, :, 0:HD], O, clear_accum=True)
-                            T.barrier_wait(o_empty[s], (ii + 1) % 2)
-                            if s == 0:
-                                T.copy(Ot, o_s0)
-                            else:
-                                T.copy(Ot, o_s1)
-                            T.fence_proxy_async()
-                            T.sync_warp()
-                            if lane == 0:
-                                T.barrier_arrive(o_full[s])
-                            T.wait_wgmma(1)
-                            for r, c in T.Parallel(M, C):
-                                W[r, c] = Vt[c, r] - X[r, c] * g_s[s, GATE_X, c]
+                            T.call_extern(
+                                "handle",
+                                "gdr_w_" + dtype,
+                                X.access_ptr("r"),
+                                vt.access_ptr("r"),
+                                xg.access_ptr("r"),
+                                W.access_ptr("w"),
+                            )
                             matmul(W, a_s[s, :, :], X, clear_accum=True)
-                            matmul(Sb, q_s[s, :, HD:D], O)
                             decay[0] = g_s[s, GATE_DECAY, 0]
+                            matmul(Sb, q_s[s, :, HD:D], O)
                             for r, c in T.Parallel(M, D):
                                 S[r, c] *= decay[0]
                             T.wait_wgmma(1)
                             for r, c in T.Parallel(M, C):
                                 Ur[r, c] = X[r, c] * g_s[s, GATE_U, c]
                             T.wgmma_gemm(Ur, k_s[s, :, :], S, policy=full_row)
+                            p_ready = T.call_extern(
+                                "int32", "gdr_test", T.address_of(p_full[s]), ii % 2
+                            )
                             T.copy(X, U16)
                             T.wait_wgmma(1)
                             for r, c in T.Parallel(M, C):
                                 O[r, c] *= g_s[s, GATE_O, c]
-                            T.barrier_wait(p_full[s], ii % 2)
+                            if p_ready == 0:
+                                T.barrier_wait(p_full[s], ii % 2)
+                            ready = T.call_extern(
+                                "int32", "gdr_test", T.address_of(full[n]), n_phase
+                            )
                             matmul(U16, p_s[s, :, :], O)
+                            if (ready == 0) & (ii * STAGES + s + 1 < NT):
+                                T.barrier_wait(full[n], n_phase)
                             T.wait_wgmma(1)
                             for r, c in T.Parallel(M, HD):
                                 Sa[r, c] = S[r, c]
-                            T.wait_wgmma(0)
+                            o_ready = T.call_extern(
+                                "int32", "gdr_test", T.address_of(o_empty[0]), o_phase
+                            )
+                            # behind the last chunk: of whatever the stage holds, never looked at
+                            matmul(Sa, k_s[n, :, 0:HD], X, clear_accum=True)
+                            for r, c in T.Parallel(M, HD):
+                                Sb[r, c] = S[r, c + HD]
+                            matmul(Sb, k_s[n, :, HD:D], X)
+                            T.wait_wgmma(2)
+                            if o_ready == 0:
+                                T.barrier_wait(o_empty, o_phase)
+                            # pointers "to read" keep TileLang from adding the fence that the store warp has
+                            T.call_extern(
+                                "handle",
+                                "gdr_store_" + dtype,
+                                O.access_ptr("r"),
+                                o_s.access_ptr("r"),
+                            )
                             T.sync_warp()
                             if lane == 0:
                                 T.barrier_arrive(empty[s])
-                                T.barrier_arrive(p_empty[s])
-                for r, c in T.Parallel(M, C):
-                    Ot[c, r] = O[r, c]
-                T.barrier_wait(o_empty[NT % 2], (NT // 2 + 1) % 2)
-                if NT % 2 == 0:
-                    T.copy(Ot, o_s0)
-                else:
-                    T.copy(Ot, o_s1)
-                T.fence_proxy_async()
-                T.sync_warp()
-                if lane == 0:
-                    T.barrier_arrive(o_full[NT % 2])
+                                T.barrier_arrive(o_full)
+                            T.call_extern(
+                                "handle",
+                                "gdr_load",
+                                v_s.access_ptr("r", offset=n * C * M),
+                                g_s.access_ptr("r", offset=(n * GATE_ROWS + GATE_X) * C),
+                                vt.access_ptr("w"),
+                                xg.access_ptr("w"),
+                            )
+                            T.wait_wgmma(0)
                 if store_ht > 0:
                     for r, c in T.Parallel(M, D):
                         ht[state + r * stride_v + c * stride_k] = S[r, c]
             elif tx < MATH + 128:
                 T.set_max_nreg(registers[1], 0)
                 zero = T.alloc_var("int32")
+                warp = tx % 128 // 32
                 for i in T.serial(NT):
+                    s = i % STAGES
                     zero = T.call_extern("int32", "gdr_opaque", 0)
-                    T.barrier_wait(full[i % 2], (i // 2) % 2)
+                    T.barrier_wait(full[s], i // STAGES % 2)
                     T.call_extern("handle", "gdr_order")
-                    matmul(q_s[i % 2, :, :], k_s[i % 2, :, :], P, clear_accum=True)
+                    matmul(q_s[s, :, :], k_s[s, :, :], P, clear_accum=True)
                     for j in T.Parallel(C):
-                        pr[j] = g_s[i % 2, GATE_PR, j]
-                    for j in T.Parallel(C):
-                        pc[j] = g_s[i % 2, GATE_PC, j]
+                        pr[j] = g_s[s, GATE_PR, j]
                     T.wait_wgmma(0)
-                    for r, c in T.Parallel(C, C):
-                        P[r, c] *= scale * T.exp2(T.Select(c + zero <= r, pr[r] - pc[c], -1e30))
-                    T.barrier_wait(p_empty[i % 2], (i // 2 + 1) % 2)
+                    for b in T.unroll(C // 16):
+                        if b < warp:
+                            for r, c in T.Parallel(C, 16):
+                                P[r, b * 16 + c] *= scale * T.exp2(
+                                    pr[r] - g_s[s, GATE_PC, b * 16 + c]
+                                )
+                        elif b == warp:
+                            for r, c in T.Parallel(C, 16):
+                                P[r, b * 16 + c] *= scale * T.exp2(
+                                    T.Select(
+                                        b * 16 + c + zero <= r,
+                                        pr[r] - g_s[s, GATE_PC, b * 16 + c],
+                                        -1e30,
+                                    )
+                                )
+                        else:
+                            for r, c in T.Parallel(C, 16):
+                                P[r, b * 16 + c] = 0
                     T.copy(P, P16)
-                    T.copy(P16, p_s[i % 2, :, :])
+                    T.copy(P16, p_s[s, :, :])
                     T.fence_proxy_async()
                     T.sync_warp()
                     if lane == 0:
-                        T.barrier_arrive(empty[i % 2])
-                        T.barrier_arrive(p_full[i % 2])
+                        T.barrier_arrive(empty[s])
+                        T.barrier_arrive(p_full[s])
             else:
                 T.set_max_nreg(registers[2], 0)
+                hq = T.alloc_var("int32", init=T.truncdiv(bh, group))
+                slot = T.alloc_var("int32", init=bos // C + bn)
+                v0 = split * M
                 if tx < MATH + 160:
-                    hq = T.alloc_var("int32", init=T.truncdiv(bh, group))
-                    slot = T.alloc_var("int32", init=bos // C + bn)
+                    for i in T.serial(NT):
+                        s = i % STAGES
+                        t0 = bos + i * C
+                        T.barrier_wait(empty[s], (i // STAGES + 1) % 2)
+                        T.tma_copy(q[t0 : t0 + C, hq, :], q_s[s, :, :], barrier=full[s])
+                        if length - i * C >= C:
+                            T.tma_copy(k[t0 : t0 + C, hq, :], k_s[s, :, :], barrier=full[s])
+                        else:
+                            T.tma_copy(k[t0 : t0 + C, hq, :], k_s[s, :, :], barrier=landed[0])
+                            T.sync_warp()
+                            if lane == 0:
+                                T.barrier_arrive(landed[0])
+                            T.barrier_wait(landed[0], 0)
+                            T.call_extern("handle", "gdr_order")
+                            for r in T.serial(length - i * C, C):
+                                for e in T.vectorized(4):
+                                    k_s[s, r, lane * 4 + e] = 0
+                            T.call_extern("handle", "gdr_order")
+                            T.fence_proxy_async()
+                        T.sync_warp()
+                        if lane == 0:
+                            T.barrier_arrive(full[s])
+                elif tx < MATH + 192:
                     for i in T.serial(NT):
                         s = i % STAGES
                         t0 = bos + i * C
                         T.barrier_wait(empty[s], (i // STAGES + 1) % 2)
                         T.tma_copy(gates[slot + i, bh, :, :], g_s[s, :, :], barrier=full[s])
                         T.tma_copy(a[slot + i, bh, :, :], a_s[s, :, :], barrier=full[s])
-                        T.tma_copy(q[t0 : t0 + C, hq, :], q_s[s, :, :], barrier=full[s])
                         if length - i * C >= C:
-                            T.tma_copy(k[t0 : t0 + C, hq, :], k_s[s, :, :], barrier=full[s])
-                            if s == 0:
-                                T.tma_copy(
-                                    v[t0 : t0 + C, bh, split * M : split * M + M],
-                                    v_s0,
-                                    barrier=full[s],
-                                )
-                            else:
-                                T.tma_copy(
-                                    v[t0 : t0 + C, bh, split * M : split * M + M],
-                                    v_s1,
-                                    barrier=full[s],
-                                )
+                            T.tma_copy(
+                                v[t0 : t0 + C, bh, v0 : v0 + M], v_s[s, :, :], barrier=full[s]
+                            )
                         else:
-                            T.tma_copy(k[t0 : t0 + C, hq, :], k_s[s, :, :], barrier=landed)
-                            if s == 0:
-                                T.tma_copy(
-                                    v[t0 : t0 + C, bh, split * M : split * M + M],
-                                    v_s0,
-                                    barrier=landed,
-                                )
-                            else:
-                                T.tma_copy(
-                                    v[t0 : t0 + C, bh, split * M : split * M + M],
-                                    v_s1,
-                                    barrier=landed,
-                                )
+                            T.tma_copy(
+                                v[t0 : t0 + C, bh, v0 : v0 + M], v_s[s, :, :], barrier=landed[1]
+                            )
                             T.sync_warp()
                             if lane == 0:
-                                T.barrier_arrive(landed)
-                            T.barrier_wait(landed, 0)
+                                T.barrier_arrive(landed[1])
+                            T.barrier_wait(landed[1], 0)
                             T.call_extern("handle", "gdr_order")
                             for r in T.serial(length - i * C, C):
-                                for e in T.vectorized(4):
-                                    k_s[s, r, lane * 4 + e] = 0
-                                if s == 0:
-                                    for e in T.vectorized(M // 32):
-                                        v_s0[r, lane * (M // 32) + e] = 0
-                                else:
-                                    for e in T.vectorized(M // 32):
-                                        v_s1[r, lane * (M // 32) + e] = 0
+                                for e in T.vectorized(M // 32):
+                                    v_s[s, r, lane * (M // 32) + e] = 0
                             T.call_extern("handle", "gdr_order")
                             T.fence_proxy_async()
-                        T.barrier_arrive(full[s])
-                elif tx < MATH + 192:
-                    v0 = split * M
-                    NF = length // C
-                    T.barrier_wait(o_full[0], 0)  # nothing came before chunk 0
-                    T.sync_warp()
-                    if lane == 0:
-                        T.barrier_arrive(o_empty[0])
-                    for i in T.serial(1, NF + 1):
-                        T.barrier_wait(o_full[i % 2], (i // 2) % 2)
-                        if i % 2 == 0:
-                            T.copy(o_s0, o[bos + i * C - C : bos + i * C, bh, v0 : v0 + M])
-                        else:
-                            T.copy(o_s1, o[bos + i * C - C : bos + i * C, bh, v0 : v0 + M])
                         T.sync_warp()
                         if lane == 0:
-                            T.barrier_arrive(o_empty[i % 2])
+                            T.barrier_arrive(full[s])
+                elif tx < MATH + 224:
+                    NF = length // C
+                    for i in T.serial(NF):
+                        T.barrier_wait(o_full, i % 2)
+                        T.fence_proxy_async()
+                        T.copy(o_s, o[bos + i * C : bos + i * C + C, bh, v0 : v0 + M])
+                        T.sync_warp()
+                        if lane == 0:
+                            T.barrier_arrive(o_empty)
                     if NF < NT:  # the rows of a tail chunk alone
-                        T.barrier_wait(o_full[NT % 2], (NT // 2) % 2)
+                        T.barrier_wait(o_full, NF % 2)
                         T.call_extern("handle", "gdr_order")
                         for r in T.serial(length - NF * C):
                             for e in T.vectorized(M // 32):
-                                if NT % 2 == 0:
-                                    o[bos + NF * C + r, bh, v0 + lane * (M // 32) + e] = o_s0[
-                                        r, lane * (M // 32) + e
-                                    ]
-                                else:
-                                    o[bos + NF * C + r, bh, v0 + lane * (M // 32) + e] = o_s1[
-                                        r, lane * (M // 32) + e
-                                    ]
+                                o[bos + NF * C + r, bh, v0 + lane * (M // 32) + e] = o_s[
+                                    r, lane * (M // 32) + e
+                                ]
 
     return gdr_forward

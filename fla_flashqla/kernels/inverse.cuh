@@ -14,9 +14,10 @@
 
 namespace gdr {
 
-constexpr int BLOCK_LD = 20;      // floats a row of a 16 x 16 block
-constexpr int DIAG_STRIDE = 328;  // floats from one diagonal block to the next: 8 banks further
-constexpr int OFF_STRIDE = 320;
+constexpr int BLOCK_STRIDE = 264;  // floats from one 16 x 16 block to the next: 8 banks further
+
+// Element (r, c) of a 16 x 16 block: rows r and r + 2 use different banks.
+__device__ __forceinline__ int block_at(int r, int c) { return r * 16 + (c ^ (r & 2) * 4); }
 
 // Element (r, c) of kk [64, 64], c even: rows are swizzled so that accumulator-shaped accesses meet no bank twice.
 __device__ __forceinline__ int kk_at(int r, int c) { return r * 64 + (c ^ r % 4 * 8); }
@@ -63,26 +64,27 @@ __device__ __forceinline__ Split right_of(const float (&z)[2][4]) {
 
 // Left operand from a 16 x 16 block in shared memory.
 __device__ __forceinline__ Split left(const float* block, int lane) {
-  const float* p = block + (lane / 4) * BLOCK_LD + 2 * (lane % 4);
+  const int at = block_at(lane / 4, 2 * (lane % 4));  // the same swizzle 8 rows further, the other half 8 columns further
   Split s;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    const float2 x = *reinterpret_cast<const float2*>(p + (i % 2) * 8 * BLOCK_LD + (i / 2) * 8);
+    const float2 x = *reinterpret_cast<const float2*>(block + (i / 2 ? at ^ 8 : at) + i % 2 * 8 * 16);
     split2(x.x, x.y, s.hi[i], s.lo[i]);
   }
   return s;
 }
 
-// Left operand: transpose of a block, its row m = 8 t + 2 c + e being row 4 c + 2 t + e of the transpose. A product whose right
-// operand comes from such rows leaves four neighbouring columns in each lane.
+// Left operand: transpose of a block, its row 8 t + r being row 2 r + t of the transpose. A product whose right operand comes
+// from such rows leaves four neighbouring columns in each lane: columns 0 to 3 are elements 0 of tiles 0 and 1, then elements 1.
 __device__ __forceinline__ Split left_transposed(const float* block, int lane) {
-  const int row = lane / 4;
-  const float* p = block + 2 * (lane % 4) * BLOCK_LD + 4 * (row / 2) + row % 2;
+  const float* p = block + block_at(2 * (lane % 4), 2 * (lane / 4));
   Split s;
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const float* x = p + (i / 2) * 8 * BLOCK_LD + (i % 2) * 2;
-    split2(x[0], x[BLOCK_LD], s.hi[i], s.lo[i]);
+  for (int i = 0; i < 4; i += 2) {
+    const float2 x = *reinterpret_cast<const float2*>(p + i / 2 * 8 * 16);
+    const float2 y = *reinterpret_cast<const float2*>(p + (i / 2 * 8 + 1) * 16);
+    split2(x.x, y.x, s.hi[i], s.lo[i]);
+    split2(x.y, y.y, s.hi[i + 1], s.lo[i + 1]);
   }
   return s;
 }
@@ -131,60 +133,81 @@ __device__ __forceinline__ unsigned pack_out<__half>(float x, float y) {
   return *reinterpret_cast<unsigned*>(&p);
 }
 
-// Block (I, J): rows lane / 4 and lane / 4 + 8, four neighbouring columns a lane.
-template <typename T>
-__device__ __forceinline__ void store(T* out, const Gates& g, int I, int J, float4 top, float4 bottom, int lane) {
-  const float4 b = *reinterpret_cast<const float4*>(g.beta + 16 * J + 4 * (lane % 4));
-  uint2* p = reinterpret_cast<uint2*>(out + (16 * I + lane / 4) * 64 + 16 * J) + lane % 4;
-  p[0] = make_uint2(pack_out<T>(top.x * b.x, top.y * b.y), pack_out<T>(top.z * b.z, top.w * b.w));
-  p[8 * 16] = make_uint2(pack_out<T>(bottom.x * b.x, bottom.y * b.y), pack_out<T>(bottom.z * b.z, bottom.w * b.w));
+struct Rows {  // of a block: row lane / 4 and row lane / 4 + 8, four neighbouring columns
+  float4 top, bottom;
+};
+
+__device__ __forceinline__ Rows load_rows(const float* block, int lane) {
+  const float* p = block + block_at(lane / 4, 4 * (lane % 4));  // 8 rows further the swizzle is the same
+  return {*reinterpret_cast<const float4*>(p), *reinterpret_cast<const float4*>(p + 8 * 16)};
 }
 
-// Negated accumulator (columns permuted as `left_transposed` says) to the result and, if wanted, to a block in shared memory.
+__device__ __forceinline__ void store_rows(float* block, const Rows& x, int lane) {
+  float* p = block + block_at(lane / 4, 4 * (lane % 4));
+  *reinterpret_cast<float4*>(p) = x.top;
+  *reinterpret_cast<float4*>(p + 8 * 16) = x.bottom;
+}
+
+// The negated accumulator of a product whose columns are permuted as `left_transposed` says.
+__device__ __forceinline__ Rows negated(const float (&d)[2][4]) {
+  return {make_float4(-d[0][0], -d[1][0], -d[0][1], -d[1][1]), make_float4(-d[0][2], -d[1][2], -d[0][3], -d[1][3])};
+}
+
+// Blocks (I, J) and (I, J + 1) times diag(beta) to the result. Neighbouring lanes exchange halves: 16 bytes a lane and row.
 template <typename T>
-__device__ __forceinline__ void finish(T* out, const Gates& g, int I, int J, const float (&d)[2][4], float* block, int lane) {
-  const float4 top = make_float4(-d[0][0], -d[0][1], -d[1][0], -d[1][1]);
-  const float4 bottom = make_float4(-d[0][2], -d[0][3], -d[1][2], -d[1][3]);
-  if (block != nullptr) {
-    float4* p = reinterpret_cast<float4*>(block + (lane / 4) * BLOCK_LD) + lane % 4;
-    p[0] = top;
-    p[2 * BLOCK_LD] = bottom;
+__device__ __forceinline__ void store(T* out, const Gates& g, int I, int J, const Rows& x, const Rows& y, int lane) {
+  const float4 bx = *reinterpret_cast<const float4*>(g.beta + 16 * J + 4 * (lane % 4));
+  const float4 by = *reinterpret_cast<const float4*>(g.beta + 16 * J + 16 + 4 * (lane % 4));
+  const bool odd = lane % 2;
+  uint4* p = reinterpret_cast<uint4*>(out) + lane / 4 * 8 + 2 * (lane % 2) + lane % 4 / 2 + (16 * I * 8 + 2 * J);
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const float4 a = h ? x.bottom : x.top, b = h ? y.bottom : y.top;
+    const uint2 left = make_uint2(pack_out<T>(a.x * bx.x, a.y * bx.y), pack_out<T>(a.z * bx.z, a.w * bx.w));
+    const uint2 right = make_uint2(pack_out<T>(b.x * by.x, b.y * by.y), pack_out<T>(b.z * by.z, b.w * by.w));
+    const uint2 mine = odd ? right : left, send = odd ? left : right;
+    const uint2 other = make_uint2(__shfl_xor_sync(~0u, send.x, 1), __shfl_xor_sync(~0u, send.y, 1));
+    const uint2 first = odd ? other : mine, second = odd ? mine : other;
+    p[h * 64] = make_uint4(first.x, first.y, second.x, second.y);
   }
-  store(out, g, I, J, top, bottom, lane);
 }
 
-// kk [64, 64], the gates, diag [4 x DIAG_STRIDE] and off [2 x OFF_STRIDE] (scratch of this warp) in shared memory, out
-// [64, 64] in global memory. Called by a whole warp.
+// kk [64, 64], the gates and 6 blocks of scratch for this warp in shared memory, out [64, 64] in global memory. Called by a whole
+// warp.
 template <typename T>
-__device__ __forceinline__ void invert(const float* kk, const Gates& g, float* diag, float* off, T* out) {
+__device__ __forceinline__ void invert(const float* kk, const Gates& g, float* diag, T* out) {
   int lane = threadIdx.x % 32;
   asm volatile("" : "+r"(lane));  // or the addresses below are made once for all heads, and spilled
+  float* const off = diag + 4 * BLOCK_STRIDE;
   // transposed diagonal blocks of L, from the symmetric kk
 #pragma unroll
-  for (int b = 0; b < 4; ++b)
+  for (int b = 0; b < 4; ++b) {
+    float2 gc[2], f[2];
+#pragma unroll
+    for (int t = 0; t < 2; ++t) {
+      gc[t] = *reinterpret_cast<const float2*>(g.gc + 16 * b + 8 * t + 2 * (lane % 4));
+      f[t] = *reinterpret_cast<const float2*>(g.bk + 16 * b + 8 * t + 2 * (lane % 4));
+    }
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int r = 8 * h + lane / 4, j = 16 * b + r;
       const float col_gc = g.gc[j], col_rk = g.rk[j];
 #pragma unroll
-      for (int t = 0; t < 2; ++t) {
-        const int c = 8 * t + 2 * (lane % 4), i = 16 * b + c;
-        float2 y = make_float2(0.f, 0.f);
-        if (t >= h) {
-          const float2 x = *reinterpret_cast<const float2*>(kk + kk_at(j, i));
-          const float2 gc = *reinterpret_cast<const float2*>(g.gc + i);
-          const float2 f = *reinterpret_cast<const float2*>(g.bk + i);
-          y.x = c > r ? x.x * f.x * col_rk * exp2f(gc.x - col_gc) : 0.f;
-          y.y = c + 1 > r ? x.y * f.y * col_rk * exp2f(gc.y - col_gc) : 0.f;
-        }
-        *reinterpret_cast<float2*>(diag + b * DIAG_STRIDE + r * BLOCK_LD + c) = y;
+      for (int t = h; t < 2; ++t) {  // the rest is never read
+        const int c = 8 * t + 2 * (lane % 4);
+        const float2 x = *reinterpret_cast<const float2*>(kk + kk_at(j, 16 * b + c));
+        float2 y;
+        y.x = c > r ? x.x * f[t].x * col_rk * exp2f(gc[t].x - col_gc) : 0.f;
+        y.y = c + 1 > r ? x.y * f[t].y * col_rk * exp2f(gc[t].y - col_gc) : 0.f;
+        *reinterpret_cast<float2*>(diag + b * BLOCK_STRIDE + block_at(r, c)) = y;
       }
     }
+  }
   __syncwarp();
   // columns lane % 8 and lane % 8 + 8 of T_b, b = lane / 8; the latter is zero above its row 8
   {
     float x[16], y[8];
-    float* d = diag + lane / 8 * DIAG_STRIDE;
+    float* d = diag + lane / 8 * BLOCK_STRIDE;
 #pragma unroll
     for (int i = 0; i < 16; ++i) x[i] = i == lane % 8 ? 1.f : 0.f;
 #pragma unroll
@@ -193,7 +216,7 @@ __device__ __forceinline__ void invert(const float* kk, const Gates& g, float* d
     for (int i = 0; i < 15; ++i)
 #pragma unroll
       for (int m = (i + 1) / 4; m < 4; ++m) {
-        const float4 l = *reinterpret_cast<const float4*>(d + i * BLOCK_LD + 4 * m);
+        const float4 l = *reinterpret_cast<const float4*>(d + block_at(i, 4 * m));
         const float row[4] = {l.x, l.y, l.z, l.w};
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
@@ -205,26 +228,25 @@ __device__ __forceinline__ void invert(const float* kk, const Gates& g, float* d
     __syncwarp();
 #pragma unroll
     for (int i = 0; i < 16; ++i) {
-      d[i * BLOCK_LD + lane % 8] = x[i];
-      d[i * BLOCK_LD + lane % 8 + 8] = i < 8 ? 0.f : y[i < 8 ? 0 : i - 8];
+      d[block_at(i, lane % 8)] = x[i];
+      d[block_at(i, lane % 8 + 8)] = i < 8 ? 0.f : y[i < 8 ? 0 : i - 8];
     }
   }
   __syncwarp();
+  const Rows zero = {};
 #pragma unroll
-  for (int b = 0; b < 4; ++b) {
-    const float4* p = reinterpret_cast<const float4*>(diag + b * DIAG_STRIDE + (lane / 4) * BLOCK_LD) + lane % 4;
-    store(out, g, b, b, p[0], p[2 * BLOCK_LD], lane);
-    uint2* zero = reinterpret_cast<uint2*>(out + (16 * b + lane / 4) * 64) + lane % 4;
-#pragma unroll
-    for (int c = b + 1; c < 4; ++c) zero[4 * c] = zero[4 * c + 8 * 16] = make_uint2(0, 0);
-  }
+  for (int r = 0; r < 32; r += 8)  // right of the first two block rows
+    *reinterpret_cast<uint4*>(out + (r + lane / 4) * 64 + 32 + lane % 4 * 8) = make_uint4(0, 0, 0, 0);
   // T10 and T32
-#pragma unroll
+#pragma unroll 1
   for (int b = 0; b < 2; ++b) {
+    store(out, g, 2 * b, 2 * b, load_rows(diag + 2 * b * BLOCK_STRIDE, lane), zero, lane);
     float y[2][4] = {}, d[2][4] = {};
-    mma_split(y, left_transposed(diag + 2 * b * DIAG_STRIDE, lane), right_l(kk, g, 2 * b + 1, 2 * b, lane));
-    mma_split(d, left(diag + (2 * b + 1) * DIAG_STRIDE, lane), right_of(y));
-    finish(out, g, 2 * b + 1, 2 * b, d, off + b * OFF_STRIDE, lane);
+    mma_split(y, left_transposed(diag + 2 * b * BLOCK_STRIDE, lane), right_l(kk, g, 2 * b + 1, 2 * b, lane));
+    mma_split(d, left(diag + (2 * b + 1) * BLOCK_STRIDE, lane), right_of(y));
+    const Rows t = negated(d);
+    store_rows(off + b * BLOCK_STRIDE, t, lane);
+    store(out, g, 2 * b + 1, 2 * b, t, load_rows(diag + (2 * b + 1) * BLOCK_STRIDE, lane), lane);
   }
   __syncwarp();
   // T_BA: y[i][j] = the rows of Y^T, Y = L_BA T_A, that belong to block column i and block row j of Y
@@ -232,7 +254,7 @@ __device__ __forceinline__ void invert(const float* kk, const Gates& g, float* d
   {
     float y[2][2][2][4] = {};
     {
-      const Split t10 = left_transposed(off, lane), t1 = left_transposed(diag + DIAG_STRIDE, lane);
+      const Split t10 = left_transposed(off, lane), t1 = left_transposed(diag + BLOCK_STRIDE, lane);
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
         const Split l = right_l(kk, g, 2 + j, 1, lane);
@@ -248,27 +270,25 @@ __device__ __forceinline__ void invert(const float* kk, const Gates& g, float* d
       for (int i = 0; i < 2; ++i) right[i][j] = right_of(y[i][j]);
     }
   }
-  {
-    const Split t2 = left(diag + 2 * DIAG_STRIDE, lane);
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      float d[2][4] = {};
-      mma_split(d, t2, right[i][0]);
-      finish(out, g, 2, i, d, nullptr, lane);
-    }
-  }
   float d[2][2][4] = {};
   {
-    const Split t32 = left(off + OFF_STRIDE, lane);
+    const Split t2 = left(diag + 2 * BLOCK_STRIDE, lane);
 #pragma unroll
-    for (int i = 0; i < 2; ++i) mma_split(d[i], t32, right[i][0]);
+    for (int i = 0; i < 2; ++i) mma_split(d[i], t2, right[i][0]);
+    store(out, g, 2, 0, negated(d[0]), negated(d[1]), lane);
   }
-  const Split t3 = left(diag + 3 * DIAG_STRIDE, lane);
+  float e[2][2][4] = {};
+  {
+    const Split t32 = left(off + BLOCK_STRIDE, lane);
 #pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    mma_split(d[i], t3, right[i][1]);
-    finish(out, g, 3, i, d[i], nullptr, lane);
+    for (int i = 0; i < 2; ++i) mma_split(e[i], t32, right[i][0]);
   }
+  {
+    const Split t3 = left(diag + 3 * BLOCK_STRIDE, lane);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) mma_split(e[i], t3, right[i][1]);
+  }
+  store(out, g, 3, 0, negated(e[0]), negated(e[1]), lane);
 }
 
 }  // namespace gdr
@@ -289,9 +309,8 @@ __device__ __forceinline__ void gdr_store_kk(const float* z, void* kk, int valid
 // gates [5, 64]: gc, bk, rows, cols, beta of `gdr::Gates`.
 #define GDR_INVERT(NAME, TYPE)                                                                                           \
   __device__ __forceinline__ void NAME(const void* kk, const float* gates, const float* rk, float* scratch, void* out) { \
-    const gdr::Gates g = {gates, gates + 64, rk, gates + 128, gates + 192, gates + 256};                                            \
-    gdr::invert<TYPE>(reinterpret_cast<const float*>(kk), g, scratch, scratch + 4 * gdr::DIAG_STRIDE,                    \
-                      reinterpret_cast<TYPE*>(out));                                                                     \
+    const gdr::Gates g = {gates, gates + 64, rk, gates + 128, gates + 192, gates + 256};                                 \
+    gdr::invert<TYPE>(reinterpret_cast<const float*>(kk), g, scratch, reinterpret_cast<TYPE*>(out));                     \
   }
 GDR_INVERT(gdr_invert_bfloat16, __nv_bfloat16)
 GDR_INVERT(gdr_invert_float16, __half)

@@ -11,7 +11,7 @@ from fla_flashqla.call import Call
 
 HEAD_DIM = 128
 CHUNK = 64
-MAX_TOKENS = 2**31 - 64  # the kernels count tokens, padded to whole chunks, in int32
+MAX_TOKENS = 2**31 - 192  # the kernels count tokens, padded to three chunks, in int32
 
 _MAIN_DTYPES = frozenset({"bfloat16", "float16"})
 _SIDE_DTYPES = frozenset({"float32", "bfloat16", "float16"})
@@ -133,5 +133,5 @@ def _refuse_cuda(call: Call) -> str | None:
     if call.N == 0 or call.HV == 0 or call.B * call.T == 0:
         return f"there must be a sequence and a token, got B={call.B}, T={call.T}, N={call.N}"
     if call.B * call.T >= MAX_TOKENS:
-        return f"B * T must be below 2**31 - 64, got {call.B * call.T}"
+        return f"B * T must be below 2**31 - 192, got {call.B * call.T}"
     return None

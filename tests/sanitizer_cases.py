@@ -6,11 +6,12 @@ import torch
 from fla_flashqla import chunk_gated_delta_rule, dispatch_report
 from fla_flashqla.testing import Case, make_inputs, oracle, relative_error
 
-# Tails, an empty sequence and rows behind the last boundary; few chains (half a head a block) and many.
+# Tails, an empty sequence, rows behind the last boundary, and enough chunks to use each stage more than twice; few chains (half
+# a head a block) and many.
 CASES = (
-    Case(1, 2, B=1, T=170),
-    Case(1, 2, lens=(1, 64, 0, 70), tail=3, l2norm=True, dtype="float16"),
-    Case(1, 2, lens=(1, 64, 0, 70, *[5] * 40), tail=3, l2norm=True),
+    Case(1, 2, B=1, T=450),
+    Case(1, 2, lens=(1, 64, 0, 70, 448), tail=3, l2norm=True, dtype="float16"),
+    Case(1, 2, lens=(1, 64, 0, 450, *[5] * 40), tail=3, l2norm=True),
     Case(2, 10, B=7, T=130, state_v_first=True, dtype="float16"),
 )
 

@@ -14,7 +14,7 @@ its left operand from registers:
 
 Roles: one or two math warpgroups keep 64 rows of S^T each (with one, a head's V is shared by two blocks) and run the chain
 independently of each other; the next warpgroup makes P; in the last, one warp loads q and k, one v, A and the gates, and one
-stores o, all by TMA. All numbers of warps below are for two math warpgroups.
+stores o, all by TMA but for the rows of o in a tail chunk. All numbers of warps below are for two math warpgroups.
 
     barrier      arrivals             set by              awaited by        meaning
     full[s]      2 + bytes            load warps          math, P           stage s (q k v A gates) is readable
@@ -32,8 +32,9 @@ only reach rows of o that are never stored.
 
 A math warp is held up while it issues a product with a left operand in registers, so that little of its other work hides
 behind its own products. The loop is therefore turned: X of the next chunk is issued as soon as S is known, and o leaves
-under it. The tile of o is fenced for TMA by the warp that stores it, not by those that write it. Barriers are tested well before
-they are needed, because an answer takes about 80 cycles, and awaited only if the test failed.
+under it. The tile of o is fenced for TMA by the warp that stores it, behind its wait for o_full, not by those that write it: the
+fence lies on the path from their writes to the copy. Barriers are tested well before they are needed, because an answer
+takes about 80 cycles, and awaited only if the test failed.
 """
 
 from functools import partial
@@ -223,7 +224,7 @@ def forward_kernel(dtype: str, warpgroups: int = 2):
                             o_ready = T.call_extern(
                                 "int32", "gdr_test", T.address_of(o_empty[0]), o_phase
                             )
-                            # behind the last chunk: of whatever the stage holds, never looked at
+                            # behind the last chunk this and gdr_load take whatever the stage holds, for nobody
                             matmul(Sa, k_s[n, :, 0:HD], X, clear_accum=True)
                             for r, c in T.Parallel(M, HD):
                                 Sb[r, c] = S[r, c + HD]
@@ -287,6 +288,7 @@ def forward_kernel(dtype: str, warpgroups: int = 2):
                                 P[r, b * 16 + c] = 0
                     T.copy(P, P16)
                     T.copy(P16, p_s[s, :, :])
+                    T.call_extern("handle", "gdr_order")  # the fence names no memory
                     T.fence_proxy_async()
                     T.sync_warp()
                     if lane == 0:

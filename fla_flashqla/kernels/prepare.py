@@ -31,7 +31,7 @@ MIN_BLOCKS = 4  # caps registers at 128 a thread
 LOG2E = 1.4426950408889634
 GATE_FLOOR = -128.0  # exp(-128) is 0 in float32; a finite floor keeps differences of cumulative sums free of inf - inf
 L2NORM_EPS = 1e-6
-SCRATCH = 6 * 264  # floats that inverse.cuh needs for each warp
+SCRATCH = 6 * 264  # floats a warp: six blocks of BLOCK_STRIDE, see inverse.cuh
 GC, BK, ROWS, COLS, BETA = range(5)  # the gates that it is given
 
 PASS_CONFIGS = {

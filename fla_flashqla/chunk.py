@@ -33,11 +33,20 @@ def build(plan: Plan) -> Kernels:
 
         sources = (
             (
+                f"prepare-{plan.dtype}-{plan.g_dtype}-{plan.beta_dtype}",
                 prepare.prepare_kernel(plan.dtype, plan.g_dtype, plan.beta_dtype),
                 prepare.PASS_CONFIGS,
             ),
-            (forward.forward_kernel(plan.dtype), forward.PASS_CONFIGS),
-            (forward.forward_kernel(plan.dtype, warpgroups=1), forward.PASS_CONFIGS),
+            (
+                f"forward-{plan.dtype}",
+                forward.forward_kernel(plan.dtype),
+                forward.PASS_CONFIGS,
+            ),
+            (
+                f"forward_halves-{plan.dtype}",
+                forward.forward_kernel(plan.dtype, warpgroups=1),
+                forward.PASS_CONFIGS,
+            ),
         )
         with ThreadPoolExecutor(len(sources)) as pool:  # most of the time is spent in nvcc
             kernels = Kernels(*pool.map(compile_kernel, *zip(*sources, strict=True)))

@@ -1,21 +1,81 @@
 # SPDX-License-Identifier: MIT
 """TileLang kernels: one builder per file; nothing outside this package imports tilelang."""
 
+import contextlib
 import logging
+import os
+from collections.abc import Iterator
 from typing import Any
 
+from fla_flashqla.report import logger
+
 SM90 = {"kind": "cuda", "arch": "sm_90a"}
+# A kernel takes some 20 s, more on a busy machine; one that hangs must not stop all others for good.
+LOCK_TIMEOUT_S = 600.0
 
 
 def compile_kernel(
-    function: Any, pass_configs: dict[Any, Any], target: dict[str, str] = SM90
+    name: str, function: Any, pass_configs: dict[Any, Any], target: dict[str, str] = SM90
 ) -> Any:
-    """Compile a TileLang function for `target`; needs nvcc, but no GPU."""
+    """Compile a TileLang function, or read it from TileLang's cache; needs nvcc, but no GPU.
+
+    Args:
+        name (str):
+            Tells it from all others for the same target: of processes that compile the same name at once, the
+            others wait for the first.
+        function (Any):
+            What `T.prim_func` made.
+        pass_configs (dict):
+            TileLang's `pass_configs`.
+        target (dict):
+            TileLang's target. Default: `SM90`.
+
+    Raises:
+        Exception: what TileLang raises.
+    """
     import tilelang
 
     # TileLang announces each compilation on stdout, which belongs to the program that calls us.
     logging.getLogger("tilelang.jit.kernel").addFilter(_not_ours)
-    return tilelang.compile(function, target=target, pass_configs=pass_configs)
+    with _first(f"{name}-{target['arch']}"):
+        return tilelang.compile(function, target=target, pass_configs=pass_configs)
+
+
+@contextlib.contextmanager
+def _first(name: str) -> Iterator[None]:
+    """Be the process of this node that compiles `name`, or enter when the one before us has done so.
+
+    A lock saves time and no more: where there is none to be had, whatever the reason, we go on without.
+    """
+    lock = None
+    try:
+        from filelock import FileLock, Timeout
+        from tilelang.env import env
+
+        if env.is_cache_enabled():  # else there is nothing to wait for
+            folder = os.path.join(cache_folder(), "fla_flashqla-locks")
+            os.makedirs(folder, exist_ok=True)
+            # Not the soft lock that filelock takes where the file system has no other: that one
+            # outlives a process that is killed, which another host cannot find out.
+            lock = FileLock(os.path.join(folder, f"{name}.lock"), fallback_to_soft=False)
+            try:
+                lock.acquire(timeout=0)
+            except Timeout:
+                lock.acquire(timeout=LOCK_TIMEOUT_S)
+                # It is in the cache now, which many can read at once. If it is not, since the other
+                # process failed, it is too late to take turns.
+                lock.release()
+    except Exception as error:
+        # A folder that was filled ahead may well be read-only; a wait in vain is worth a warning.
+        level = logging.WARNING if isinstance(error, TimeoutError) else logging.INFO
+        text = "no lock for %s, so other processes may compile it too: %s: %s"
+        logger.log(level, text, name, type(error).__name__, error)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(Exception):
+            if lock is not None:
+                lock.release()  # does nothing where it is not held
 
 
 def _not_ours(record: logging.LogRecord) -> bool:

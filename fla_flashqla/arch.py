@@ -16,8 +16,6 @@ class Arch:
     name: str
     sm: tuple[int, int]
     smem_bytes: int  # opt-in shared memory of one block
-    mma: str  # "wgmma" | "tcgen05" | "mma"
-    tma: bool
     supported: bool
     status: str
 
@@ -25,10 +23,10 @@ class Arch:
 ARCHS = {
     row.sm: row
     for row in (
-        Arch("sm90", (9, 0), 232_448, "wgmma", True, True, "run on hardware"),
-        Arch("sm100", (10, 0), 232_448, "tcgen05", True, False, "not supported yet"),
-        Arch("sm103", (10, 3), 232_448, "tcgen05", True, False, "not supported yet"),
-        Arch("sm120", (12, 0), 101_376, "mma", True, False, "not supported"),
+        Arch("sm90", (9, 0), 232_448, True, "run on hardware"),
+        Arch("sm100", (10, 0), 232_448, False, "not supported yet"),
+        Arch("sm103", (10, 3), 232_448, False, "not supported yet"),
+        Arch("sm120", (12, 0), 101_376, False, "not supported"),
     )
 }
 

@@ -30,10 +30,10 @@ else (or to nobody): the load warps zero them in K and V before they hand the st
 included, reaches this sequence; A and the gate vectors are zero there by construction; Q needs no cleaning, since its rows
 only reach rows of o that are never stored.
 
-A math warp is held up while it issues a product with a left operand in registers, so that little of its other work hides
-behind its own products. The loop is therefore turned: X of the next chunk is issued as soon as S is known, and o leaves
-under it. The tile of o is fenced for TMA by the warp that stores it, behind its wait for o_full, not by those that write it: the
-fence lies on the path from their writes to the copy. Barriers are tested well before they are needed, because an answer
+A math warp seems to be held up while it issues products with a left operand in registers (docs/forward.md), so that little of its
+other work hides behind its own products. The loop is therefore turned: X of the next chunk is issued as soon as S is known, and
+o leaves under it. The tile of o is fenced for TMA by the warp that stores it, behind its wait for o_full, not by those that write
+it: the fence lies on the path from their writes to the copy. Barriers are tested well before they are needed, because an answer
 takes about 80 cycles, and awaited only if the test failed.
 """
 
@@ -85,6 +85,21 @@ def forward_kernel(dtype: str, warpgroups: int = 2):
     Tn, H, HV, NSLOT, NCU, NH0, NHT = (
         T.dynamic(n) for n in ("Tn", "H", "HV", "NSLOT", "NCU", "NH0", "NHT")
     )
+
+    @T.macro
+    def clean(tile, columns, s, rows, landed, w):
+        """Await a tail chunk and zero its rows from `rows` on; by the warp that loaded it."""
+        lane = T.get_thread_binding() % 32
+        T.sync_warp()
+        if lane == 0:
+            T.barrier_arrive(landed[w])
+        T.barrier_wait(landed[w], 0)
+        T.call_extern("handle", "gdr_order")
+        for r in T.serial(rows, C):
+            for e in T.vectorized(columns // 32):
+                tile[s, r, lane * (columns // 32) + e] = 0
+        T.call_extern("handle", "gdr_order")
+        T.fence_proxy_async()
 
     @T.prim_func
     def gdr_forward(
@@ -309,16 +324,7 @@ def forward_kernel(dtype: str, warpgroups: int = 2):
                             T.tma_copy(k[t0 : t0 + C, hq, :], k_s[s, :, :], barrier=full[s])
                         else:
                             T.tma_copy(k[t0 : t0 + C, hq, :], k_s[s, :, :], barrier=landed[0])
-                            T.sync_warp()
-                            if lane == 0:
-                                T.barrier_arrive(landed[0])
-                            T.barrier_wait(landed[0], 0)
-                            T.call_extern("handle", "gdr_order")
-                            for r in T.serial(length - i * C, C):
-                                for e in T.vectorized(4):
-                                    k_s[s, r, lane * 4 + e] = 0
-                            T.call_extern("handle", "gdr_order")
-                            T.fence_proxy_async()
+                            clean(k_s, D, s, length - i * C, landed, 0)
                         T.sync_warp()
                         if lane == 0:
                             T.barrier_arrive(full[s])
@@ -337,16 +343,7 @@ def forward_kernel(dtype: str, warpgroups: int = 2):
                             T.tma_copy(
                                 v[t0 : t0 + C, bh, v0 : v0 + M], v_s[s, :, :], barrier=landed[1]
                             )
-                            T.sync_warp()
-                            if lane == 0:
-                                T.barrier_arrive(landed[1])
-                            T.barrier_wait(landed[1], 0)
-                            T.call_extern("handle", "gdr_order")
-                            for r in T.serial(length - i * C, C):
-                                for e in T.vectorized(M // 32):
-                                    v_s[s, r, lane * (M // 32) + e] = 0
-                            T.call_extern("handle", "gdr_order")
-                            T.fence_proxy_async()
+                            clean(v_s, M, s, length - i * C, landed, 1)
                         T.sync_warp()
                         if lane == 0:
                             T.barrier_arrive(full[s])

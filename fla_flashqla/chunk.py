@@ -18,6 +18,7 @@ class Kernels(NamedTuple):
     """What is compiled together."""
 
     prepare: Any
+    prepare_single: Any  # one warp a block, for small groups
     forward: Any  # a value head in one block
     forward_halves: Any  # in two, each with half of V
 
@@ -35,6 +36,11 @@ def build(plan: Plan) -> Kernels:
             (
                 f"prepare-{plan.dtype}-{plan.g_dtype}-{plan.beta_dtype}",
                 prepare.prepare_kernel(plan.dtype, plan.g_dtype, plan.beta_dtype),
+                prepare.PASS_CONFIGS,
+            ),
+            (
+                f"prepare_single-{plan.dtype}-{plan.g_dtype}-{plan.beta_dtype}",
+                prepare.prepare_kernel(plan.dtype, plan.g_dtype, plan.beta_dtype, warps=1),
                 prepare.PASS_CONFIGS,
             ),
             (
@@ -92,7 +98,7 @@ class _Layout(NamedTuple):
 class Prepared(NamedTuple):
     """What is known of the chunks before any state, see kernels/prepare.py."""
 
-    a: torch.Tensor  # [slots, HV, 64, 64]
+    r: torch.Tensor  # [slots, HV, 64, 64]
     gates: torch.Tensor  # [slots, HV, 6, 64]
     o: torch.Tensor  # [B, T, HV, V], 0 behind the last boundary and not yet written before it
 
@@ -114,21 +120,22 @@ def prepare(
     HV, V = v.shape[2:]
     tokens = B * T
     at = _Layout.of(B, T, cu_seqlens)
-    a = q.new_empty(at.slots, HV, CHUNK, CHUNK)
+    r = q.new_empty(at.slots, HV, CHUNK, CHUNK)
     gates = q.new_empty(at.slots, HV, 6, CHUNK, dtype=torch.float32)
     o = torch.empty(B, T, HV, V, dtype=q.dtype, device=q.device)
-    build(plan).prepare(
+    kernels = build(plan)
+    (kernels.prepare if plan.warps == 4 else kernels.prepare_single)(
         _packed(q, tokens, H, K),
         _packed(k, tokens, H, K),
         g.contiguous().view(tokens, HV),
         beta.contiguous().view(tokens, HV),
         at.cu_or(gates),
-        a,
+        r,
         gates,
         o.view(tokens, HV, V),
         *(scale, at.seqlen, at.cu_step, at.N, H, HV // H, int(normalize_q), int(normalize_k)),
     )
-    return Prepared(a, gates, o)
+    return Prepared(r, gates, o)
 
 
 def forward(
@@ -157,7 +164,7 @@ def forward(
         g, beta (torch.Tensor):
             Log decay (natural log) and beta, `[B, T, HV]`; float32, bfloat16 or float16.
         scale (float):
-            Factor of q.
+            Factor of q; a negative one costs a further pass over o.
         initial_state (torch.Tensor, Optional):
             `[N, HV, K, V]`, or `[N, HV, V, K]` with `state_v_first`.
         cu_seqlens (torch.Tensor, Optional):
@@ -181,8 +188,8 @@ def forward(
     if normalize_k and plan.dtype == "float16":
         # The kernels multiply U by 1 / |k| and round it: float16 has no such small numbers for long keys.
         k, normalize_k = _normalized(k), False
-    a, gates, o = prepare(
-        plan, q, k, v, g, beta, scale, use_qk_l2norm_in_kernel, normalize_k, cu_seqlens
+    r, gates, o = prepare(
+        plan, q, k, v, g, beta, abs(scale), use_qk_l2norm_in_kernel, normalize_k, cu_seqlens
     )
     unused = gates.view(-1)  # stands in for what is not there
     final_state = None
@@ -194,14 +201,16 @@ def forward(
         q.view(tokens, H, K),
         k.view(tokens, H, K),
         _packed(v, tokens, HV, V),
-        a,
+        r,
         gates,
         at.cu_or(gates),
         unused if initial_state is None else initial_state.float().contiguous().view(-1),
         o.view(tokens, HV, V),
         unused if final_state is None else final_state.view(-1),
-        *(scale, at.seqlen, at.cu_step, at.N, HV, HV // H),
+        *(at.seqlen, at.cu_step, at.N, HV, HV // H),
         *(int(initial_state is not None), int(output_final_state)),
         *((1, K) if state_v_first else (V, 1)),
     )
+    if scale < 0:  # the kernels take its logarithm
+        o.neg_()
     return o, final_state

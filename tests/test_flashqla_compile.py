@@ -48,22 +48,26 @@ def test_flashqla_compile_forward(
 
 
 @pytest.mark.parametrize(
-    ("dtype", "g_dtype", "beta_dtype"), [*itertools.product(DTYPES, GATE_DTYPES, GATE_DTYPES)]
+    ("warps", "dtype", "g_dtype", "beta_dtype"),
+    [
+        *itertools.product((4,), DTYPES, GATE_DTYPES, GATE_DTYPES),
+        *((1, dtype, gates, gates) for dtype in DTYPES for gates in ("float32", dtype)),
+    ],
 )
 def test_flashqla_compile_prepare(
-    dtype: str, g_dtype: str, beta_dtype: str, tmp_path: Path, record_property: Any
+    warps: int, dtype: str, g_dtype: str, beta_dtype: str, tmp_path: Path, record_property: Any
 ) -> None:
     from fla_flashqla.kernels import prepare
 
-    function = prepare.prepare_kernel(dtype, g_dtype, beta_dtype)
+    function = prepare.prepare_kernel(dtype, g_dtype, beta_dtype, warps)
     compiled = compile_for("sm_90a", function, prepare.PASS_CONFIGS, tmp_path)
-    report(f"prepare {dtype} {g_dtype} {beta_dtype}", compiled, record_property)
+    report(f"prepare {dtype} {g_dtype} {beta_dtype} {warps}", compiled, record_property)
+    blocks = prepare.MIN_BLOCKS[warps]
     assert compiled.notes == ()
-    assert compiled.spilled_bytes <= 256  # a few addresses; see MIN_BLOCKS
-    assert compiled.registers <= 65536 // (prepare.WARPS * 32 * prepare.MIN_BLOCKS)
-    assert (compiled.smem_bytes + 1024) * prepare.MIN_BLOCKS <= SMEM_BYTES
-    assert compiled.instructions["HGMMA"] == 8
-    assert compiled.instructions["HMMA"] == 84
+    assert compiled.spilled_bytes <= 64  # a few addresses; see MIN_BLOCKS
+    assert compiled.registers <= 65536 // (warps * 32 * blocks)
+    assert (compiled.smem_bytes + 1024) * blocks <= SMEM_BYTES
+    assert compiled.instructions["HMMA"] == 84 + 8 * {1: 20, 4: 8}[warps]  # the inverse, K K^T
 
 
 def test_flashqla_compile_build(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,5 +79,5 @@ def test_flashqla_compile_build(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = Plan("sm90", "bfloat16", "float32", "float32")
     kernels = chunk.build(plan)
     assert chunk.build(plan) is kernels
-    for kernel, name in zip(kernels, ("gdr_prepare", "gdr_forward", "gdr_forward"), strict=True):
+    for kernel, name in zip(kernels, ("gdr_prepare",) * 2 + ("gdr_forward",) * 2, strict=True):
         assert f"{name}_kernel" in kernel.get_kernel_source()

@@ -292,12 +292,30 @@ def test_flashqla_cuda_graph(lens):
         check(x, captured, fla=False)
 
 
+@DTYPE
+def test_flashqla_signs(dtype):
+    """Negative scales and betas: the kernels hold logarithms of both."""
+    x = inputs(lens=(300, 64, 0, 65), dtype=dtype, gates="mild", scale=-0.3, tail=7)
+    x["beta"][:, 10:330:3] *= -1
+    check(x, fla=False)
+
+
+@pytest.mark.parametrize("zero", ["scale", "beta"])
+def test_flashqla_zeros(zero):
+    x = inputs(T=200, gates="mild", scale=0.0 if zero == "scale" else 0.3)
+    if zero == "beta":
+        x["beta"][:, ::2] = 0
+        check(x, fla=False)
+    else:
+        assert not run_ours(**x)[0].any()
+
+
 def test_flashqla_repeats_are_bit_identical():
     x = inputs(lens=(1000, 0, 65, 700), gates="strong", H=4, HV=16)
     want = run_ours(**x)
     load = torch.cuda.Stream()
     a = torch.randn(2048, 2048, device=DEVICE)
-    for i in range(50):
+    for i in range(200):
         if i % 2:
             with torch.cuda.stream(load):  # blocks of another kernel change who runs when
                 a @ a

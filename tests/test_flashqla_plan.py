@@ -10,10 +10,10 @@ from torch.autograd import forward_ad
 
 from fla_flashqla import arch
 from fla_flashqla.call import Call, describe
-from fla_flashqla.plan import Plan, Reference, Refusal, plan, splits
+from fla_flashqla.plan import Plan, Reference, Refusal, plan, splits, warps
 
 SM90 = arch.DeviceFacts("cuda", 0, (9, 0), False)
-PLAN = Plan("sm90", "bfloat16", "float32", "float32")
+PLAN = Plan("sm90", "bfloat16", "float32", "float32", warps=1)
 BASE = {
     "device_type": "cuda",
     "device_index": 0,
@@ -281,7 +281,7 @@ HEADS = [*MODELS, "2:8", "4:16", "8:32", "8:24"]
 def test_flashqla_plan_of_every_head_shape(heads):
     H, HV = map(int, heads.split(":"))
     for T in (1, 64, 1000, 32768, 2**31 - 193):
-        assert plan(Call(**{**BASE, "H": H, "HV": HV, "T": T})) == PLAN
+        assert plan(Call(**{**BASE, "H": H, "HV": HV, "T": T})).compiled == PLAN.compiled
 
 
 @pytest.mark.parametrize("heads, K, V", [("30:30", 96, 192), ("6:6", 256, 512), ("16:32", 64, 64)])
@@ -297,9 +297,9 @@ def test_flashqla_plan_of_other_head_sizes(heads, K, V):
 def test_flashqla_only_dtypes_select_a_kernel(q, g, beta):
     dtypes = {"q_dtype": q, "k_dtype": q, "v_dtype": q, "g_dtype": g, "beta_dtype": beta}
     call = Call(**{**BASE, **dtypes})
-    want = Plan("sm90", q, g, beta)
+    want = Plan("sm90", q, g, beta, warps=1)
     others = {
-        **{"B": 4, "T": 100, "H": 2, "HV": 8, "N": 4, "device_index": 3},
+        **{"B": 4, "T": 100, "H": 4, "HV": 8, "N": 4, "device_index": 3},
         "varlen": True,
         "output_final_state": True,
         "use_qk_l2norm_in_kernel": True,
@@ -308,7 +308,7 @@ def test_flashqla_only_dtypes_select_a_kernel(q, g, beta):
     }
     assert plan(call) == plan(call._replace(**others)) == want
     assert hash(plan(call)) == hash(want) and repr(want) == (
-        f"Plan(arch='sm90', dtype='{q}', g_dtype='{g}', beta_dtype='{beta}', splits=1)"
+        f"Plan(arch='sm90', dtype='{q}', g_dtype='{g}', beta_dtype='{beta}', splits=1, warps=1)"
     )
     with pytest.raises(FrozenInstanceError):
         want.dtype = "float32"
@@ -423,6 +423,12 @@ def test_flashqla_device_facts_are_looked_up_once(monkeypatch):
     assert arch.device_facts(one) == arch.device_facts(one) == ("cuda", 1, (9, 0), False, 132)
     assert arch.device_facts(torch.device("cpu")) == ("cpu", -1, None, False, 0)
     assert looked_up == [one]
+
+
+def test_flashqla_warps():
+    alone, shared = (plan(Call(**{**BASE, "H": 2, "HV": HV})) for HV in (4, 8))
+    assert (alone.warps, shared.warps) == (1, 4) and alone.compiled == shared.compiled
+    assert [warps(group) for group in (1, 2, 3, 4, 16)] == [1, 1, 4, 4, 4]
 
 
 def test_flashqla_splits():

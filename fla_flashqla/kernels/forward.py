@@ -1,23 +1,23 @@
 # SPDX-License-Identifier: MIT
 """Forward recurrence over the chunks of one sequence and value head, state in registers (SM90).
 
-One block per (value head, sequence). With the chunk quantities of `prepare.py` (A; e = exp(gc) and the l2norm factors
+One block per (value head, sequence). With the chunk quantities of `prepare.py` (R; e = exp(gc) and the l2norm factors
 are folded into the gate vectors) it runs, per chunk of C = 64 tokens and in transposed form so that every chained product takes
 its left operand from registers:
 
-    X^T  = S^T K^T                                   [V, C]
-    W^T  = V^T - X^T o x_j                           [V, C]     x = e rk
-    U^T  = W^T A^T                                   [V, C]
-    O^T  = (S^T Q^T) o o_j + U^T P^T                 [V, C]     o = scale e rq
-    S^T <- exp(gc_C) S^T + (U^T o u_j) K             [V, K]     u = exp(gc_C - gc) rk
-    P    = scale (Q K^T) o exp2(pr_i - pc_j), i >= j [C, C]     pr = log2(e rq), pc = log2(e / rk)
+    X^T  = S^T K^T                                          [V, C]
+    W^T  = V^T - X^T o x_j                                  [V, C]     x = e rk
+    Y^T  = W^T R^T                                          [V, C]     the errors before beta
+    O^T  = (S^T Q^T) o o_j + Y^T P^T                        [V, C]     o = scale e rq
+    S^T <- exp(gc_C) S^T + (Y^T o u_j) K                    [V, K]     u = exp(gc_C - gc) rk beta
+    P    = (Q K^T) o exp2(pr_i - pc_j), i >= j              [C, C]     pr = log2(e rq), pc = log2(e / (rk scale beta))
 
 Roles: one or two math warpgroups keep 64 rows of S^T each (with one, a head's V is shared by two blocks) and run the chain
-independently of each other; the next warpgroup makes P; in the last, one warp loads q and k, one v, A and the gates, and one
+independently of each other; the next warpgroup makes P; in the last, one warp loads q and k, one v, R and the gates, and one
 stores o, all by TMA but for the rows of o in a tail chunk. All numbers of warps below are for two math warpgroups.
 
     barrier      arrivals             set by              awaited by        meaning
-    full[s]      2 + bytes            load warps          math, P           stage s (q k v A gates) is readable
+    full[s]      2 + bytes            load warps          math, P           stage s (q k v R gates) is readable
     empty[s]     12 warps             math, P             load warps        stage s and its P may be overwritten
     p_full[s]    4 warps              P                   math              P of stage s is in shared memory
     o_full       8 warps              math                store warp        o of a chunk is in shared memory
@@ -27,14 +27,17 @@ stores o, all by TMA but for the rows of o in a tail chunk. All numbers of warps
 Stage s of chunk i is i % 3, its phase (i // 3) % 2. P of chunk i + 3 is written behind full of that chunk, which is behind empty
 of chunk i: P needs no barrier of its own for that. The rows of a tail chunk that lie behind the sequence belong to someone
 else (or to nobody): the load warps zero them in K and V before they hand the stage over, so that nothing they hold, NaN
-included, reaches this sequence; A and the gate vectors are zero there by construction; Q needs no cleaning, since its rows
-only reach rows of o that are never stored.
+included, reaches this sequence; by construction R is the identity and the gate vectors are zero there; Q needs no cleaning,
+since its rows only reach rows of o that are never stored.
 
 A math warp seems to be held up while it issues products with a left operand in registers (docs/forward.md), so that little of its
 other work hides behind its own products. The loop is therefore turned: X of the next chunk is issued as soon as S is known, and
 o leaves under it. The tile of o is fenced for TMA by the warp that stores it, behind its wait for o_full, not by those that write
 it: the fence lies on the path from their writes to the copy. Barriers are tested well before they are needed, because an answer
 takes about 80 cycles, and awaited only if the test failed.
+
+Launched programmatically behind `prepare.py`: only the warp that loads what that makes (R, the gates) waits for its end. Everything
+else that is read was complete before `prepare.py` began, which waits for all before it.
 """
 
 from functools import partial
@@ -95,9 +98,9 @@ def forward_kernel(dtype: str, warpgroups: int = 2):
             T.barrier_arrive(landed[w])
         T.barrier_wait(landed[w], 0)
         T.call_extern("handle", "gdr_order")
-        for r in T.serial(rows, C):
+        for row in T.serial(rows, C):
             for e in T.vectorized(columns // 32):
-                tile[s, r, lane * (columns // 32) + e] = 0
+                tile[s, row, lane * (columns // 32) + e] = 0
         T.call_extern("handle", "gdr_order")
         T.fence_proxy_async()
 
@@ -106,13 +109,12 @@ def forward_kernel(dtype: str, warpgroups: int = 2):
         q: T.Tensor((Tn, H, D), dtype),
         k: T.Tensor((Tn, H, D), dtype),
         v: T.Tensor((Tn, HV, D), dtype),
-        a: T.Tensor((NSLOT, HV, C, C), dtype),
+        r: T.Tensor((NSLOT, HV, C, C), dtype),
         gates: T.Tensor((NSLOT, HV, GATE_ROWS, C), f32),
         cu: T.Tensor((NCU,), "int32"),
         h0: T.Tensor((NH0,), f32),
         o: T.Tensor((Tn, HV, D), dtype),
         ht: T.Tensor((NHT,), f32),
-        scale: T.float32,
         seqlen: T.int32,
         cu_step: T.int32,
         sequences: T.int32,
@@ -127,7 +129,7 @@ def forward_kernel(dtype: str, warpgroups: int = 2):
             q_s = T.alloc_shared((STAGES, C, D), dtype)
             k_s = T.alloc_shared((STAGES, C, D), dtype)
             v_s = T.alloc_shared((STAGES, C, M), dtype)
-            a_s = T.alloc_shared((STAGES, C, C), dtype)
+            r_s = T.alloc_shared((STAGES, C, C), dtype)
             p_s = T.alloc_shared((STAGES, C, C), dtype)
             o_s = T.alloc_shared((C, M), dtype)
             g_s = T.alloc_shared((STAGES, GATE_ROWS, C), f32)
@@ -137,8 +139,8 @@ def forward_kernel(dtype: str, warpgroups: int = 2):
             Sb = T.alloc_fragment((M, HD), dtype)
             X = T.alloc_fragment((M, C), f32)
             W = T.alloc_fragment((M, C), dtype)
-            Ur = T.alloc_fragment((M, C), dtype)
-            U16 = T.alloc_fragment((M, C), dtype)
+            Yu = T.alloc_fragment((M, C), dtype)
+            Y16 = T.alloc_fragment((M, C), dtype)
             O = T.alloc_fragment((M, C), f32)
             vt = T.alloc_local((16,), "uint32")  # V^T, two elements each, in the order of X
             xg = T.alloc_local((16,), f32)  # the gates x of its columns
@@ -173,17 +175,17 @@ def forward_kernel(dtype: str, warpgroups: int = 2):
             if tx < MATH:
                 T.set_max_nreg(registers[0], 1)
                 if use_h0 > 0:
-                    for r, c in T.Parallel(M, D):
-                        S[r, c] = h0[state + r * stride_v + c * stride_k]
+                    for m, c in T.Parallel(M, D):
+                        S[m, c] = h0[state + m * stride_v + c * stride_k]
                 else:
                     T.clear(S)
-                for r, c in T.Parallel(M, HD):
-                    Sa[r, c] = S[r, c]
+                for m, c in T.Parallel(M, HD):
+                    Sa[m, c] = S[m, c]
                 if NT > 0:
                     T.barrier_wait(full[0], 0)
                     matmul(Sa, k_s[0, :, 0:HD], X, clear_accum=True)
-                    for r, c in T.Parallel(M, HD):
-                        Sb[r, c] = S[r, c + HD]
+                    for m, c in T.Parallel(M, HD):
+                        Sb[m, c] = S[m, c + HD]
                     matmul(Sb, k_s[0, :, HD:D], X)
                     T.call_extern(
                         "handle",
@@ -209,40 +211,40 @@ def forward_kernel(dtype: str, warpgroups: int = 2):
                                 xg.access_ptr("r"),
                                 W.access_ptr("w"),
                             )
-                            matmul(W, a_s[s, :, :], X, clear_accum=True)
+                            matmul(W, r_s[s, :, :], X, clear_accum=True)
                             decay[0] = g_s[s, GATE_DECAY, 0]
                             matmul(Sb, q_s[s, :, HD:D], O)
-                            for r, c in T.Parallel(M, D):
-                                S[r, c] *= decay[0]
+                            for m, c in T.Parallel(M, D):
+                                S[m, c] *= decay[0]
                             T.wait_wgmma(1)
-                            for r, c in T.Parallel(M, C):
-                                Ur[r, c] = X[r, c] * g_s[s, GATE_U, c]
-                            T.wgmma_gemm(Ur, k_s[s, :, :], S, policy=full_row)
+                            for m, c in T.Parallel(M, C):
+                                Yu[m, c] = X[m, c] * g_s[s, GATE_U, c]
+                            T.wgmma_gemm(Yu, k_s[s, :, :], S, policy=full_row)
                             p_ready = T.call_extern(
                                 "int32", "gdr_test", T.address_of(p_full[s]), ii % 2
                             )
-                            T.copy(X, U16)
+                            T.copy(X, Y16)
                             T.wait_wgmma(1)
-                            for r, c in T.Parallel(M, C):
-                                O[r, c] *= g_s[s, GATE_O, c]
+                            for m, c in T.Parallel(M, C):
+                                O[m, c] *= g_s[s, GATE_O, c]
                             if p_ready == 0:
                                 T.barrier_wait(p_full[s], ii % 2)
                             ready = T.call_extern(
                                 "int32", "gdr_test", T.address_of(full[n]), n_phase
                             )
-                            matmul(U16, p_s[s, :, :], O)
+                            matmul(Y16, p_s[s, :, :], O)
                             if (ready == 0) & (ii * STAGES + s + 1 < NT):
                                 T.barrier_wait(full[n], n_phase)
                             T.wait_wgmma(1)
-                            for r, c in T.Parallel(M, HD):
-                                Sa[r, c] = S[r, c]
+                            for m, c in T.Parallel(M, HD):
+                                Sa[m, c] = S[m, c]
                             o_ready = T.call_extern(
                                 "int32", "gdr_test", T.address_of(o_empty[0]), o_phase
                             )
                             # behind the last chunk this and gdr_load take whatever the stage holds, for nobody
                             matmul(Sa, k_s[n, :, 0:HD], X, clear_accum=True)
-                            for r, c in T.Parallel(M, HD):
-                                Sb[r, c] = S[r, c + HD]
+                            for m, c in T.Parallel(M, HD):
+                                Sb[m, c] = S[m, c + HD]
                             matmul(Sb, k_s[n, :, HD:D], X)
                             T.wait_wgmma(2)
                             if o_ready == 0:
@@ -268,8 +270,8 @@ def forward_kernel(dtype: str, warpgroups: int = 2):
                             )
                             T.wait_wgmma(0)
                 if store_ht > 0:
-                    for r, c in T.Parallel(M, D):
-                        ht[state + r * stride_v + c * stride_k] = S[r, c]
+                    for m, c in T.Parallel(M, D):
+                        ht[state + m * stride_v + c * stride_k] = S[m, c]
             elif tx < MATH + 128:
                 T.set_max_nreg(registers[1], 0)
                 zero = T.alloc_var("int32")
@@ -284,23 +286,24 @@ def forward_kernel(dtype: str, warpgroups: int = 2):
                         pr[j] = g_s[s, GATE_PR, j]
                     T.wait_wgmma(0)
                     for b in T.unroll(C // 16):
+                        T.call_extern(
+                            "handle", "gdr_order"
+                        )  # keeps P's blocks apart, and so in registers
                         if b < warp:
-                            for r, c in T.Parallel(C, 16):
-                                P[r, b * 16 + c] *= scale * T.exp2(
-                                    pr[r] - g_s[s, GATE_PC, b * 16 + c]
-                                )
+                            for m, c in T.Parallel(C, 16):
+                                P[m, b * 16 + c] *= T.exp2(pr[m] - g_s[s, GATE_PC, b * 16 + c])
                         elif b == warp:
-                            for r, c in T.Parallel(C, 16):
-                                P[r, b * 16 + c] *= scale * T.exp2(
+                            for m, c in T.Parallel(C, 16):
+                                P[m, b * 16 + c] *= T.exp2(
                                     T.Select(
-                                        b * 16 + c + zero <= r,
-                                        pr[r] - g_s[s, GATE_PC, b * 16 + c],
+                                        b * 16 + c + zero <= m,
+                                        pr[m] - g_s[s, GATE_PC, b * 16 + c],
                                         -1e30,
                                     )
                                 )
                         else:
-                            for r, c in T.Parallel(C, 16):
-                                P[r, b * 16 + c] = 0
+                            for m, c in T.Parallel(C, 16):
+                                P[m, b * 16 + c] = 0
                     T.copy(P, P16)
                     T.copy(P16, p_s[s, :, :])
                     T.call_extern("handle", "gdr_order")  # the fence names no memory
@@ -329,12 +332,13 @@ def forward_kernel(dtype: str, warpgroups: int = 2):
                         if lane == 0:
                             T.barrier_arrive(full[s])
                 elif tx < MATH + 192:
+                    T.pdl_sync()
                     for i in T.serial(NT):
                         s = i % STAGES
                         t0 = bos + i * C
                         T.barrier_wait(empty[s], (i // STAGES + 1) % 2)
                         T.tma_copy(gates[slot + i, bh, :, :], g_s[s, :, :], barrier=full[s])
-                        T.tma_copy(a[slot + i, bh, :, :], a_s[s, :, :], barrier=full[s])
+                        T.tma_copy(r[slot + i, bh, :, :], r_s[s, :, :], barrier=full[s])
                         if length - i * C >= C:
                             T.tma_copy(
                                 v[t0 : t0 + C, bh, v0 : v0 + M], v_s[s, :, :], barrier=full[s]
@@ -359,10 +363,10 @@ def forward_kernel(dtype: str, warpgroups: int = 2):
                     if NF < NT:  # the rows of a tail chunk alone
                         T.barrier_wait(o_full, NF % 2)
                         T.call_extern("handle", "gdr_order")
-                        for r in T.serial(length - NF * C):
+                        for m in T.serial(length - NF * C):
                             for e in T.vectorized(M // 32):
-                                o[bos + NF * C + r, bh, v0 + lane * (M // 32) + e] = o_s[
-                                    r, lane * (M // 32) + e
+                                o[bos + NF * C + m, bh, v0 + lane * (M // 32) + e] = o_s[
+                                    m, lane * (M // 32) + e
                                 ]
 
     return gdr_forward

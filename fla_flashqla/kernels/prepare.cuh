@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
-// A = (I + L)^-1 diag(beta) of one 64-token chunk, by one warp;
-// L_ij = beta_i rk_i rk_j kk_ij 2^(gc_i - gc_j) for i > j, else 0.
+// Device functions of prepare.py: K K^T of a chunk of 64 tokens by a block, then R = (I + L)^-1 by a warp a value head;
+// L_ij = rk_i rk_j beta_j kk_ij 2^(gc_i - gc_j) for i > j, else 0.
 //
 // In 16 x 16 blocks: the four diagonal blocks are inverted in float32 by forward substitution, a column per lane; then
 //     T10 = -T1 (L10 T0),   T32 = -T3 (L32 T2)                                 [16, 16]
@@ -19,8 +19,11 @@ constexpr int BLOCK_STRIDE = 264;  // floats from one 16 x 16 block to the next:
 // Element (r, c) of a 16 x 16 block: rows r and r + 2 use different banks.
 __device__ __forceinline__ int block_at(int r, int c) { return r * 16 + (c ^ (r & 2) * 4); }
 
-// Element (r, c) of kk [64, 64], c even: rows are swizzled so that accumulator-shaped accesses meet no bank twice.
-__device__ __forceinline__ int kk_at(int r, int c) { return r * 64 + (c ^ r % 4 * 8); }
+// K K^T is kept by blocks of 16 x 16 as accumulators lie in a warp: (I, J), I > J, four floats (row lane / 4, its two columns; row
+// lane / 4 + 8) a lane for the left 8 columns, then four for the right; of a diagonal block, whose lower left is never read, the
+// upper four of both sides, then the lower right two.
+constexpr int KK_DIAGONAL = 6 * 256, KK_SIZE = KK_DIAGONAL + 4 * 192;  // floats
+constexpr int SCRATCH = 3 * BLOCK_STRIDE + 3 * 256;
 
 struct Split {  // four registers each: a left operand, or the right operands of two 8-column tiles
   unsigned hi[4], lo[4];
@@ -36,14 +39,24 @@ __device__ __forceinline__ void split2(float x, float y, unsigned& hi, unsigned&
   lo = pack(x - __uint_as_float(hi << 16), y - __uint_as_float(hi & 0xffff0000u));
 }
 
-// d[t][..] += left (16 x 16) times right (16 x 8 tiles t = 0, 1)
+// d += left (16 x 16) times right (16 x 8)
+__device__ __forceinline__ void mma(float (&d)[4], const unsigned (&l)[4], unsigned r0, unsigned r1, __nv_bfloat16) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(l[0]), "r"(l[1]), "r"(l[2]), "r"(l[3]), "r"(r0), "r"(r1));
+}
+__device__ __forceinline__ void mma(float (&d)[4], const unsigned (&l)[4], unsigned r0, unsigned r1, __half) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(l[0]), "r"(l[1]), "r"(l[2]), "r"(l[3]), "r"(r0), "r"(r1));
+}
+
+// d[t] += left times right tiles t = 0, 1
 __device__ __forceinline__ void mma(float (&d)[2][4], const unsigned (&l)[4], const unsigned (&r)[4]) {
-#pragma unroll
-  for (int t = 0; t < 2; ++t)
-    asm volatile(
-        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-        : "+f"(d[t][0]), "+f"(d[t][1]), "+f"(d[t][2]), "+f"(d[t][3])
-        : "r"(l[0]), "r"(l[1]), "r"(l[2]), "r"(l[3]), "r"(r[2 * t]), "r"(r[2 * t + 1]));
+  mma(d[0], l, r[0], r[1], __nv_bfloat16());
+  mma(d[1], l, r[2], r[3], __nv_bfloat16());
 }
 
 __device__ __forceinline__ void mma_split(float (&d)[2][4], const Split& l, const Split& r) {
@@ -94,29 +107,25 @@ __device__ __forceinline__ Split left_transposed(const float* block, int lane) {
 // which is positive when no gate is.
 struct Gates {
   const float *gc;    // [64] cumulative gates, base 2
-  const float *bk;    // [64] beta_i rk_i
+  const float *bk;    // [64] beta_j rk_j
   const float *rk;    // [64]
-  const float *rows;  // [64] bk_i 2^(gc_i - s_I)
-  const float *cols;  // [64] rk_j 2^(s_J+1 - gc_j)
-  const float *beta;  // [64]
+  const float *rows;  // [64] rk_i 2^(gc_i - s_I)
+  const float *cols;  // [64] bk_j 2^(s_J+1 - gc_j)
 };
 
 // Right operand L_IJ^T, I > J.
 __device__ __forceinline__ Split right_l(const float* kk, const Gates& g, int I, int J, int lane) {
   float z[2][4];
   const float between = I == J + 1 ? 1.f : exp2f(g.gc[16 * I - 1] - g.gc[16 * J + 15]);
+  const float row[2] = {g.rows[16 * I + lane / 4] * between, g.rows[16 * I + 8 + lane / 4] * between};
 #pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    const int i = 16 * I + 8 * h + lane / 4;
-    const float row = g.rows[i] * between;
-#pragma unroll
-    for (int t = 0; t < 2; ++t) {
-      const int j = 16 * J + 8 * t + 2 * (lane % 4);
-      const float2 x = *reinterpret_cast<const float2*>(kk + kk_at(i, j));
-      const float2 c = *reinterpret_cast<const float2*>(g.cols + j);
-      z[t][2 * h] = x.x * c.x * row;
-      z[t][2 * h + 1] = x.y * c.y * row;
-    }
+  for (int t = 0; t < 2; ++t) {
+    const float4 x = reinterpret_cast<const float4*>(kk)[(I * (I - 1) / 2 + J) * 64 + t * 32 + lane];
+    const float2 c = *reinterpret_cast<const float2*>(g.cols + 16 * J + 8 * t + 2 * (lane % 4));
+    z[t][0] = x.x * c.x * row[0];
+    z[t][1] = x.y * c.y * row[0];
+    z[t][2] = x.z * c.x * row[1];
+    z[t][3] = x.w * c.y * row[1];
   }
   return right_of(z);
 }
@@ -153,18 +162,16 @@ __device__ __forceinline__ Rows negated(const float (&d)[2][4]) {
   return {make_float4(-d[0][0], -d[1][0], -d[0][1], -d[1][1]), make_float4(-d[0][2], -d[1][2], -d[0][3], -d[1][3])};
 }
 
-// Blocks (I, J) and (I, J + 1) times diag(beta) to the result. Neighbouring lanes exchange halves: 16 bytes a lane and row.
+// Blocks (I, J) and (I, J + 1) to the result. Neighbouring lanes exchange halves: 16 bytes a lane and row.
 template <typename T>
-__device__ __forceinline__ void store(T* out, const Gates& g, int I, int J, const Rows& x, const Rows& y, int lane) {
-  const float4 bx = *reinterpret_cast<const float4*>(g.beta + 16 * J + 4 * (lane % 4));
-  const float4 by = *reinterpret_cast<const float4*>(g.beta + 16 * J + 16 + 4 * (lane % 4));
+__device__ __forceinline__ void store(T* out, int I, int J, const Rows& x, const Rows& y, int lane) {
   const bool odd = lane % 2;
   uint4* p = reinterpret_cast<uint4*>(out) + lane / 4 * 8 + 2 * (lane % 2) + lane % 4 / 2 + (16 * I * 8 + 2 * J);
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     const float4 a = h ? x.bottom : x.top, b = h ? y.bottom : y.top;
-    const uint2 left = make_uint2(pack_out<T>(a.x * bx.x, a.y * bx.y), pack_out<T>(a.z * bx.z, a.w * bx.w));
-    const uint2 right = make_uint2(pack_out<T>(b.x * by.x, b.y * by.y), pack_out<T>(b.z * by.z, b.w * by.w));
+    const uint2 left = make_uint2(pack_out<T>(a.x, a.y), pack_out<T>(a.z, a.w));
+    const uint2 right = make_uint2(pack_out<T>(b.x, b.y), pack_out<T>(b.z, b.w));
     const uint2 mine = odd ? right : left, send = odd ? left : right;
     const uint2 other = make_uint2(__shfl_xor_sync(~0u, send.x, 1), __shfl_xor_sync(~0u, send.y, 1));
     const uint2 first = odd ? other : mine, second = odd ? mine : other;
@@ -172,33 +179,36 @@ __device__ __forceinline__ void store(T* out, const Gates& g, int I, int J, cons
   }
 }
 
-// kk [64, 64], the gates and 6 blocks of scratch for this warp in shared memory, out [64, 64] in global memory. Called by a whole
+// kk, the gates and SCRATCH floats for this warp in shared memory, out [64, 64] in global memory. Called by a whole
 // warp.
 template <typename T>
 __device__ __forceinline__ void invert(const float* kk, const Gates& g, float* diag, T* out) {
   int lane = threadIdx.x % 32;
   asm volatile("" : "+r"(lane));  // or the addresses below are made once for all heads, and spilled
-  float* const off = diag + 4 * BLOCK_STRIDE;
+  float* const off = diag + 3 * BLOCK_STRIDE + 256;
   // transposed diagonal blocks of L, from the symmetric kk
 #pragma unroll
   for (int b = 0; b < 4; ++b) {
+    const float* const z = kk + KK_DIAGONAL + b * 192;
+    const float4 x0 = reinterpret_cast<const float4*>(z)[lane];
+    const float2 x1 = reinterpret_cast<const float2*>(z + 128)[lane];
     float2 gc[2], f[2];
 #pragma unroll
     for (int t = 0; t < 2; ++t) {
       gc[t] = *reinterpret_cast<const float2*>(g.gc + 16 * b + 8 * t + 2 * (lane % 4));
-      f[t] = *reinterpret_cast<const float2*>(g.bk + 16 * b + 8 * t + 2 * (lane % 4));
+      f[t] = *reinterpret_cast<const float2*>(g.rk + 16 * b + 8 * t + 2 * (lane % 4));
     }
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int r = 8 * h + lane / 4, j = 16 * b + r;
-      const float col_gc = g.gc[j], col_rk = g.rk[j];
+      const float col_gc = g.gc[j], col_bk = g.bk[j];
 #pragma unroll
       for (int t = h; t < 2; ++t) {  // the rest is never read
         const int c = 8 * t + 2 * (lane % 4);
-        const float2 x = *reinterpret_cast<const float2*>(kk + kk_at(j, 16 * b + c));
-        float2 y;
-        y.x = c > r ? x.x * f[t].x * col_rk * exp2f(gc[t].x - col_gc) : 0.f;
-        y.y = c + 1 > r ? x.y * f[t].y * col_rk * exp2f(gc[t].y - col_gc) : 0.f;
+        const float2 x = h ? x1 : t ? make_float2(x0.z, x0.w) : make_float2(x0.x, x0.y);
+        float2 y;  // column r of L, rows c and c + 1
+        y.x = c > r ? x.x * f[t].x * col_bk * exp2f(gc[t].x - col_gc) : 0.f;
+        y.y = c + 1 > r ? x.y * f[t].y * col_bk * exp2f(gc[t].y - col_gc) : 0.f;
         *reinterpret_cast<float2*>(diag + b * BLOCK_STRIDE + block_at(r, c)) = y;
       }
     }
@@ -240,13 +250,13 @@ __device__ __forceinline__ void invert(const float* kk, const Gates& g, float* d
   // T10 and T32
 #pragma unroll 1
   for (int b = 0; b < 2; ++b) {
-    store(out, g, 2 * b, 2 * b, load_rows(diag + 2 * b * BLOCK_STRIDE, lane), zero, lane);
+    store(out, 2 * b, 2 * b, load_rows(diag + 2 * b * BLOCK_STRIDE, lane), zero, lane);
     float y[2][4] = {}, d[2][4] = {};
     mma_split(y, left_transposed(diag + 2 * b * BLOCK_STRIDE, lane), right_l(kk, g, 2 * b + 1, 2 * b, lane));
     mma_split(d, left(diag + (2 * b + 1) * BLOCK_STRIDE, lane), right_of(y));
     const Rows t = negated(d);
-    store_rows(off + b * BLOCK_STRIDE, t, lane);
-    store(out, g, 2 * b + 1, 2 * b, t, load_rows(diag + (2 * b + 1) * BLOCK_STRIDE, lane), lane);
+    store_rows(off + b * 256, t, lane);
+    store(out, 2 * b + 1, 2 * b, t, load_rows(diag + (2 * b + 1) * BLOCK_STRIDE, lane), lane);
   }
   __syncwarp();
   // T_BA: y[i][j] = the rows of Y^T, Y = L_BA T_A, that belong to block column i and block row j of Y
@@ -275,11 +285,11 @@ __device__ __forceinline__ void invert(const float* kk, const Gates& g, float* d
     const Split t2 = left(diag + 2 * BLOCK_STRIDE, lane);
 #pragma unroll
     for (int i = 0; i < 2; ++i) mma_split(d[i], t2, right[i][0]);
-    store(out, g, 2, 0, negated(d[0]), negated(d[1]), lane);
+    store(out, 2, 0, negated(d[0]), negated(d[1]), lane);
   }
   float e[2][2][4] = {};
   {
-    const Split t32 = left(off + BLOCK_STRIDE, lane);
+    const Split t32 = left(off + 256, lane);
 #pragma unroll
     for (int i = 0; i < 2; ++i) mma_split(e[i], t32, right[i][0]);
   }
@@ -288,29 +298,105 @@ __device__ __forceinline__ void invert(const float* kk, const Gates& g, float* d
 #pragma unroll
     for (int i = 0; i < 2; ++i) mma_split(e[i], t3, right[i][1]);
   }
-  store(out, g, 3, 0, negated(e[0]), negated(e[1]), lane);
+  store(out, 3, 0, negated(e[0]), negated(e[1]), lane);
 }
 
 }  // namespace gdr
 
-// K K^T from the accumulator of a warpgroup [64, 64] to shared memory; rows and columns behind the chunk's last token become 0,
-// whatever the memory that K was read from holds there.
-__device__ __forceinline__ void gdr_store_kk(const float* z, void* kk, int valid) {
-  const int row = threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4, column = 2 * (threadIdx.x % 4);
-#pragma unroll
-  for (int i = 0; i < 16; ++i) {
-    const int r = row + i % 2 * 8, c = column + i / 2 * 8;
-    float2 x = make_float2(z[2 * i], z[2 * i + 1]);
-    if (valid < 64) x = make_float2(r < valid && c < valid ? x.x : 0.f, r < valid && c + 1 < valid ? x.y : 0.f);
-    *reinterpret_cast<float2*>(reinterpret_cast<float*>(kk) + gdr::kk_at(r, c)) = x;
-  }
+namespace gdr {
+
+// Rows 16 I .. 16 I + 15 and columns 16 s .. 16 s + 15 of a tile [64, 128] as TMA swizzles it, as a left operand; registers
+// 0 and 2, 1 and 3 are the right operands of its transpose.
+__device__ __forceinline__ void load_k(unsigned (&x)[4], unsigned tile, int I, int s) {
+  const int lane = threadIdx.x % 32;
+  const unsigned at = tile + s / 4 * 8192 + (16 * I + lane % 16) * 128 + ((s % 4 * 2 + lane / 16) ^ lane % 8) * 16;
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+               : "r"(at)
+               : "memory");
 }
 
-// gates [5, 64]: gc, bk, rows, cols, beta of `gdr::Gates`.
-#define GDR_INVERT(NAME, TYPE)                                                                                           \
-  __device__ __forceinline__ void NAME(const void* kk, const float* gates, const float* rk, float* scratch, void* out) { \
-    const gdr::Gates g = {gates, gates + 64, rk, gates + 128, gates + 192, gates + 256};                                 \
-    gdr::invert<TYPE>(reinterpret_cast<const float*>(kk), g, scratch, reinterpret_cast<TYPE*>(out));                     \
+// K K^T, lower blocks, by the GDR_WARPS warps of a block, from the tile of K and into its place. Rows and columns behind the
+// chunk's last token become 0, whatever the tile holds there. With `normalize`, 1 / |k| to rk.
+template <typename T>
+__device__ __forceinline__ void kk(void* tile, float* rk, int valid, int normalize, float eps) {
+  constexpr int OWN = 4 / GDR_WARPS;  // block rows of a warp
+  const int lane = threadIdx.x % 32, warp = GDR_WARPS == 1 ? 0 : threadIdx.x / 32;
+  const unsigned base = static_cast<unsigned>(__cvta_generic_to_shared(tile));
+  float* const kk = reinterpret_cast<float*>(tile);
+  float d[OWN][4][2][4] = {};
+#pragma unroll
+  for (int s = 0; s < 8; ++s) {
+    unsigned x[4][4], row[4];
+    if (GDR_WARPS > 1) load_k(row, base, warp, s);
+#pragma unroll
+    for (int J = 0; J < 4; ++J)
+      if (GDR_WARPS == 1 || J <= warp) load_k(x[J], base, J, s);
+#pragma unroll
+    for (int n = 0; n < OWN; ++n)
+#pragma unroll
+      for (int J = 0; J < 4; ++J)
+        if (J <= n * GDR_WARPS + warp)
+#pragma unroll
+          for (int t = 0; t < 2; ++t) mma(d[n][J][t], GDR_WARPS == 1 ? x[n] : row, x[J][t], x[J][2 + t], T());
   }
-GDR_INVERT(gdr_invert_bfloat16, __nv_bfloat16)
-GDR_INVERT(gdr_invert_float16, __half)
+  __syncthreads();
+#pragma unroll
+  for (int n = 0; n < OWN; ++n) {
+    const int I = n * GDR_WARPS + warp;
+#pragma unroll
+    for (int J = 0; J < 4; ++J) {
+      if (J > I) continue;
+      float4 x[2];  // the left and the right 8 columns
+#pragma unroll
+      for (int t = 0; t < 2; ++t) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          const int r = 16 * I + e / 2 * 8 + lane / 4, c = 16 * J + t * 8 + 2 * (lane % 4) + e % 2;
+          if (max(r, c) >= valid) d[n][J][t][e] = 0.f;
+          if (e / 2 == t && r == c && normalize) rk[r] = r < valid ? rsqrtf(d[n][J][t][e] + eps) : 0.f;
+        }
+        x[t] = make_float4(d[n][J][t][0], d[n][J][t][1], d[n][J][t][2], d[n][J][t][3]);
+      }
+      if (I > J) {
+        float4* const p = reinterpret_cast<float4*>(kk) + (I * (I - 1) / 2 + J) * 64 + lane;
+        p[0] = x[0];
+        p[32] = x[1];
+      } else {
+        float* const p = kk + KK_DIAGONAL + I * 192;
+        reinterpret_cast<float4*>(p)[lane] = make_float4(x[0].x, x[0].y, x[1].x, x[1].y);
+        reinterpret_cast<float2*>(p + 128)[lane] = make_float2(x[1].z, x[1].w);
+      }
+    }
+  }
+  __syncthreads();
+}
+
+// Negates the rows of a matrix [64, 64] that the warp wrote whose beta is negative.
+template <typename T>
+__device__ __forceinline__ void negate_rows(T* out, const float* beta) {
+  const int lane = threadIdx.x % 32;
+  if (!__any_sync(~0u, min(beta[lane], beta[lane + 32]) < 0.f)) return;
+  __syncwarp();
+  for (int r = 0; r < 64; ++r)
+    if (beta[r] < 0.f) reinterpret_cast<unsigned*>(out + r * 64)[lane] ^= 0x80008000u;
+}
+
+}  // namespace gdr
+
+// Gates [2, 64] of a value head: gc, beta; [3, 64] of a warp: bk, rows, cols.
+#define GDR_PREPARE(NAME, TYPE)                                                                                      \
+  __device__ __forceinline__ void gdr_kk_##NAME(void* tile, float* rk, int valid, int normalize, float eps) {        \
+    gdr::kk<TYPE>(tile, rk, valid, normalize, eps);                                                                  \
+  }                                                                                                                  \
+  __device__ __forceinline__ void gdr_invert_##NAME(void* tile, const float* gc, const float* mine, const float* rk, \
+                                                    float* scratch, void* out) {                                     \
+    const gdr::Gates g = {gc, mine, rk, mine + 64, mine + 128};                                                      \
+    const int warp = threadIdx.x / 32;                                                                               \
+    float* const kk = reinterpret_cast<float*>(tile);                                                                \
+    float* const own = warp ? scratch + (warp - 1) * gdr::SCRATCH : kk + gdr::KK_SIZE;                               \
+    gdr::invert<TYPE>(kk, g, own, reinterpret_cast<TYPE*>(out));                                                     \
+    gdr::negate_rows(reinterpret_cast<TYPE*>(out), gc + 64);                                                         \
+  }
+GDR_PREPARE(bfloat16, __nv_bfloat16)
+GDR_PREPARE(float16, __half)

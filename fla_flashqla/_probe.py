@@ -151,6 +151,7 @@ def _compare(operator: Callable[..., Any], device: Any, case: Any) -> dict[str, 
         name: x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x
         for name, x in inputs.items()
     }
+    do, dht = testing.make_output_gradients(inputs)
     before = fla_flashqla.dispatch_report()
     with torch.no_grad():
         o, state = operator(**inputs)
@@ -161,14 +162,33 @@ def _compare(operator: Callable[..., Any], device: Any, case: Any) -> dict[str, 
         "o": testing.relative_error(o, exact_o),
         "final_state": testing.relative_error(state, exact_state),
     }
-    bound = FLOAT32_BOUND if case.dtype == "float32" else testing.BOUNDS[case.dtype]
-    ours = answered == ("reference" if device.type == "cpu" else "kernels")
+    # And gradients, by what answers a call that needs them.
+    leaves = {n: inputs[n].requires_grad_() for n in testing.DIFFERENTIABLE if n in inputs}
+    before = fla_flashqla.dispatch_report()
+    results = operator(**{**inputs, "output_final_state": True})
+    found = torch.autograd.grad(results, [*leaves.values()], [do, dht.to(results[1])])
+    again, detail_again = _answered(before, fla_flashqla.dispatch_report())
+    want = testing.oracle_gradients(inputs, do, dht)
+    gradient_errors = {
+        f"d{'h0' if name == 'initial_state' else name}": testing.relative_error(x, want[name])
+        for name, x in zip(leaves, found, strict=True)
+    }
+    wide = case.dtype == "float32"
+    bound = FLOAT32_BOUND if wide else testing.BOUNDS[case.dtype]
+    gradient_bound = FLOAT32_BOUND if wide else testing.GRADIENT_BOUNDS[case.dtype]
+    ours = "reference" if device.type == "cpu" else "kernels"
+    if answered == ours:
+        answered, detail = again, detail_again
     return {
-        "ok": ours and all(error <= bound for error in errors.values()),
+        "ok": answered == ours
+        and all(error <= bound for error in errors.values())
+        and all(error <= gradient_bound for error in gradient_errors.values()),
         "answered": answered,
         "detail": detail,
         "relative_errors": errors,
         "bound": bound,
+        "gradient_errors": gradient_errors,
+        "gradient_bound": gradient_bound,
         "error": None,
     }
 

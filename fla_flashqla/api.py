@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from fla_flashqla import arch, chunk, reference, report
+from fla_flashqla import arch, autograd, chunk, reference, report
 from fla_flashqla.call import Unsupported, describe
 from fla_flashqla.plan import Plan, Reference, Refusal, plan
 from fla_flashqla.report import logger
@@ -22,7 +23,8 @@ class FirstLaunchError(Exception):
     """A plan failed before it ever succeeded; it is refused from now on. Has the error as cause."""
 
 
-Place = tuple[int, int]  # splits and device: one kernel, loaded once
+Place = tuple[int, int, int]  # splits, warps and device: each kernel of a step, loaded once
+Key = tuple[str, ...]  # a step of a plan, and what is compiled together for it
 
 
 class _Kernels:
@@ -30,8 +32,8 @@ class _Kernels:
 
     __slots__ = ("path", "proven", "refused")
 
-    def __init__(self, plan: Plan) -> None:
-        self.path = f"forward {plan.arch} {plan.dtype}"
+    def __init__(self, path: str) -> None:
+        self.path = path
         self.proven: set[Place] = set()  # has run: a later error is not hidden, and all is loaded
         self.refused: dict[Place | None, str] = {}  # has failed, why; None: nothing was built
 
@@ -49,7 +51,7 @@ def _summary(error: Exception) -> str:
     return f"{type(error).__name__}: {(telling or lines)[0][:300]}"
 
 
-_kernels: dict[tuple[str, ...], _Kernels] = {}
+_kernels: dict[Key, _Kernels] = {}
 _build_lock = threading.Lock()
 
 
@@ -62,17 +64,17 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_renew_lock)
 
 
-def _build(plan: Plan) -> _Kernels:
+def _build(step: str, plan: Plan) -> _Kernels:
     with _build_lock:
-        kernels = _kernels.get(plan.compiled)
+        kernels = _kernels.get(plan.key(step))
         if kernels is None:
-            kernels = _Kernels(plan)
+            kernels = _Kernels(plan.path(step))
             logger.info("compiling %s, or reading it from TileLang's cache", kernels.path)
             try:
-                chunk.build(plan)
+                (chunk.build if step == "forward" else chunk.build_backward)(plan)
             except Exception as error:
                 kernels.fail(None, "cannot be built", error)
-            _kernels[plan.compiled] = kernels
+            _kernels[plan.key(step)] = kernels
     return kernels
 
 
@@ -87,13 +89,15 @@ def decide(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Decision:
     call = describe(*args, **kwargs)
     decision = plan(call)
     if isinstance(decision, Plan):
-        kernels = _kernels.get(decision.compiled)
-        place = decision.splits, call.device_index
-        if (kernels is None or place not in kernels.proven) and _capturing():
-            return Refusal("kernels must have run before a CUDA graph is captured with them")
-        kernels = kernels or _build(decision)
-        if kernels.refused and (cause := kernels.refused.get(None) or kernels.refused.get(place)):
-            return Refusal(cause)
+        place = decision.splits, decision.warps, call.device_index
+        for step in decision.steps:
+            kernels = _kernels.get(decision.key(step))
+            if (kernels is None or place not in kernels.proven) and _capturing():
+                return Refusal("kernels must have run before a CUDA graph is captured with them")
+            kernels = kernels or _build(step, decision)
+            refused = kernels.refused
+            if refused and (cause := refused.get(None) or refused.get(place)):
+                return Refusal(cause)
     return decision
 
 
@@ -107,6 +111,35 @@ def run(decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Re
     result = reference.chunk_gated_delta_rule(*args, **kwargs)
     report.reference_ran()
     return result
+
+
+def _place(plan: Plan, device: torch.device) -> Place:
+    return plan.splits, plan.warps, arch.device_facts(device).device_index
+
+
+def _launch(
+    step: str, plan: Plan, device: torch.device, launch: Callable[..., Any], *args: Any
+) -> Any:
+    """Call `launch`; the first failure of kernels that have not run yet is remembered."""
+    kernels = _kernels[plan.key(step)]
+    place = _place(plan, device)
+    try:
+        result = launch(*args)
+    except torch.OutOfMemoryError:
+        raise  # says nothing about the kernels
+    except Exception as error:
+        if place in kernels.proven:
+            raise
+        kernels.fail(place, "failed at its first launch", error)
+        raise FirstLaunchError from error
+    kernels.proven.add(place)
+    return result
+
+
+def _answer(plan: Plan, q: torch.Tensor, *args: Any) -> chunk.Forward:
+    forward: chunk.Forward = _launch("forward", plan, q.device, chunk.forward, plan, q, *args)
+    report.ran(plan.path("forward"))
+    return forward
 
 
 def _forward(
@@ -128,33 +161,22 @@ def _forward(
     **__: Any,
 ) -> Result:
     # The plan vouches that what is not passed on is at its default or restates what is.
-    kernels = _kernels[plan.compiled]
-    place = plan.splits, arch.device_facts(q.device).device_index
-    try:
-        result = chunk.forward(
-            plan,
-            q,
-            k,
-            v,
-            g,
-            beta,
-            q.shape[-1] ** -0.5 if scale is None else float(scale),
-            initial_state,
-            bool(output_final_state),  # FLA's layers pass None, too
-            bool(use_qk_l2norm_in_kernel),
-            bool(state_v_first),
-            cu_seqlens,
-        )
-    except torch.OutOfMemoryError:
-        raise  # says nothing about the kernels
-    except Exception as error:
-        if place in kernels.proven:
-            raise
-        kernels.fail(place, "failed at its first launch", error)
-        raise FirstLaunchError from error
-    kernels.proven.add(place)
-    report.ran(kernels.path)
-    return result
+    passed = (
+        *(plan, q, k, v, g, beta, q.shape[-1] ** -0.5 if scale is None else float(scale)),
+        initial_state,
+        bool(output_final_state),  # FLA's layers pass None, too
+        bool(use_qk_l2norm_in_kernel),
+        bool(state_v_first),
+        cu_seqlens,
+    )
+    if plan.gradients:
+        # FLA cannot take over in the middle of a training step, so what fails shall fail now.
+        if _place(plan, q.device) not in _kernels[plan.key("backward")].proven:
+            _launch("backward", plan, q.device, chunk.rehearse_backward, plan, q.device)
+        o, final_state = autograd.GatedDeltaRule.apply(_answer, *passed)  # type: ignore[no-untyped-call]
+        return o, final_state
+    results = _answer(*passed)
+    return results[0], results[1]
 
 
 # As FLA's operator: a graph would be specialised on all that a plan depends on.

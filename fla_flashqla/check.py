@@ -396,6 +396,10 @@ def _why_not_loaded() -> str:
 def _case_problem(case: Record) -> str:
     if case["error"]:
         return f"{case['name']} failed: {case['error']}"
-    errors = ", ".join(f"{name} {x:.1e}" for name, x in case["relative_errors"].items())
+    kinds = (("relative_errors", "bound"), ("gradient_errors", "gradient_bound"))
+    found = "; ".join(
+        f"{', '.join(f'{name} {x:.1e}' for name, x in case[errors].items())} (at most {case[bound]:.1e})"
+        for errors, bound in kinds
+    )
     detail = f" ({case['detail']})" if case["detail"] else ""
-    return f"{case['name']}: {errors} (at most {case['bound']:.0e}); by {case['answered']}{detail}"
+    return f"{case['name']}: {found}; by {case['answered']}{detail}"

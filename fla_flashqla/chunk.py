@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The forward pass as a sequence of kernels: allocate, launch, nothing else."""
+"""Forward and backward pass as sequences of kernels: allocate, launch, nothing else."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from fla_flashqla import arch
+
 if TYPE_CHECKING:
     from fla_flashqla.plan import Plan
 
@@ -15,7 +17,7 @@ CHUNK = 64
 
 
 class Kernels(NamedTuple):
-    """What is compiled together."""
+    """What is compiled together for the forward pass."""
 
     prepare: Any
     prepare_single: Any  # one warp a block, for small groups
@@ -60,6 +62,43 @@ def build(plan: Plan) -> Kernels:
     return kernels
 
 
+class BackwardKernels(NamedTuple):
+    """What is compiled together for the backward pass, which inference never needs."""
+
+    states: Any  # a value head in one block
+    states_halves: Any  # in two, each with half of V
+    reverse: Any
+    reverse_halves: Any
+    gradients: Any
+
+
+_built_backward: dict[tuple[str, ...], BackwardKernels] = {}
+
+
+def build_backward(plan: Plan) -> BackwardKernels:
+    """As `build`, the kernels of the backward pass."""
+    kernels = _built_backward.get(plan.compiled)
+    if kernels is None:
+        from fla_flashqla.kernels import compile_kernel, gradients, reverse, states
+
+        dtype, gate_dtypes = plan.dtype, (plan.g_dtype, plan.beta_dtype)
+        sources = (
+            (f"states-{dtype}", states.states_kernel(dtype, 2), states.PASS_CONFIGS),
+            (f"states_halves-{dtype}", states.states_kernel(dtype, 1), states.PASS_CONFIGS),
+            (f"reverse-{dtype}", reverse.reverse_kernel(dtype, 2), reverse.PASS_CONFIGS),
+            (f"reverse_halves-{dtype}", reverse.reverse_kernel(dtype, 1), reverse.PASS_CONFIGS),
+            (
+                "-".join(("gradients", dtype, *gate_dtypes)),
+                gradients.gradients_kernel(dtype, *gate_dtypes),
+                gradients.PASS_CONFIGS,
+            ),
+        )
+        with ThreadPoolExecutor(len(sources)) as pool:
+            kernels = BackwardKernels(*pool.map(compile_kernel, *zip(*sources, strict=True)))
+        _built_backward[plan.compiled] = kernels
+    return kernels
+
+
 def _packed(x: torch.Tensor, *shape: int) -> torch.Tensor:
     """`x` as TMA can read it, contiguous and 16-byte aligned, viewed as `shape`."""
     x = x.contiguous()
@@ -70,6 +109,15 @@ def _normalized(x: torch.Tensor) -> torch.Tensor:
     """l2norm over the last dimension as FLA defines it."""
     wide = x.float()
     return (wide * (wide.square().sum(-1, keepdim=True) + 1e-6).rsqrt()).to(x.dtype)
+
+
+def _normalized_backward(x: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
+    """Gradient of x from that of `_normalized(x)`; 0 where that is 0, whatever x holds."""
+    wide, wide_dy = x.float(), dy.float()
+    r = (wide.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
+    dx = r * (wide_dy - wide * (r * (wide * r * wide_dy).sum(-1, keepdim=True)))
+    nothing = (dy == 0).all(-1, keepdim=True)  # rows behind the last boundary: x is anybody's
+    return dx.masked_fill(nothing, 0.0).to(x.dtype)
 
 
 class _Layout(NamedTuple):
@@ -99,7 +147,7 @@ class Prepared(NamedTuple):
     """What is known of the chunks before any state, see kernels/prepare.py."""
 
     r: torch.Tensor  # [slots, HV, 64, 64]
-    gates: torch.Tensor  # [slots, HV, 6, 64]
+    gates: torch.Tensor  # [slots, HV, 8, 64]
     o: torch.Tensor  # [B, T, HV, V], 0 behind the last boundary and not yet written before it
 
 
@@ -121,7 +169,7 @@ def prepare(
     tokens = B * T
     at = _Layout.of(B, T, cu_seqlens)
     r = q.new_empty(at.slots, HV, CHUNK, CHUNK)
-    gates = q.new_empty(at.slots, HV, 6, CHUNK, dtype=torch.float32)
+    gates = q.new_empty(at.slots, HV, 8, CHUNK, dtype=torch.float32)
     o = torch.empty(B, T, HV, V, dtype=q.dtype, device=q.device)
     kernels = build(plan)
     (kernels.prepare if plan.warps == 4 else kernels.prepare_single)(
@@ -134,8 +182,18 @@ def prepare(
         gates,
         o.view(tokens, HV, V),
         *(scale, at.seqlen, at.cu_step, at.N, H, HV // H, int(normalize_q), int(normalize_k)),
+        int(plan.gradients),
     )
     return Prepared(r, gates, o)
+
+
+class Forward(NamedTuple):
+    """Results, and what the backward pass takes over."""
+
+    o: torch.Tensor
+    final_state: torch.Tensor | None
+    r: torch.Tensor
+    gates: torch.Tensor
 
 
 def forward(
@@ -151,7 +209,7 @@ def forward(
     use_qk_l2norm_in_kernel: bool = False,
     state_v_first: bool = False,
     cu_seqlens: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+) -> Forward:
     """Launch the forward pass on the current stream of the tensors' device, without waiting for it.
 
     Args:
@@ -171,7 +229,8 @@ def forward(
             Boundaries `[N + 1]`, int32 or int64, on the same device.
 
     Returns:
-        o `[B, T, HV, V]` in q's dtype and the final state in float32, laid out as `initial_state`, or `None`.
+        o `[B, T, HV, V]` in q's dtype; the final state in float32, laid out as `initial_state`, or `None`; what
+        `backward` needs of `Prepared`.
     """
     if torch.cuda.current_device() != q.device.index:
         with torch.cuda.device(q.device):
@@ -210,7 +269,184 @@ def forward(
         *(at.seqlen, at.cu_step, at.N, HV, HV // H),
         *(int(initial_state is not None), int(output_final_state)),
         *((1, K) if state_v_first else (V, 1)),
+        int(plan.longest_first),
     )
     if scale < 0:  # the kernels take its logarithm
         o.neg_()
-    return o, final_state
+    return Forward(o, final_state, r, gates)
+
+
+class Needs(NamedTuple):
+    """The inputs whose gradients are asked for."""
+
+    q: bool = True
+    k: bool = True
+    v: bool = True
+    g: bool = True
+    beta: bool = True
+    initial_state: bool = True
+
+
+ALL = Needs()
+
+
+class Gradients(NamedTuple):
+    """Gradients in their inputs' dtypes and layouts; `None` where nobody asked."""
+
+    q: torch.Tensor | None = None
+    k: torch.Tensor | None = None
+    v: torch.Tensor | None = None
+    g: torch.Tensor | None = None
+    beta: torch.Tensor | None = None
+    initial_state: torch.Tensor | None = None
+
+
+def backward(
+    plan: Plan,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    r: torch.Tensor,
+    gates: torch.Tensor,
+    scale: float,
+    initial_state: torch.Tensor | None = None,
+    use_qk_l2norm_in_kernel: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
+    do: torch.Tensor | None = None,
+    dht: torch.Tensor | None = None,
+    needs: Needs = ALL,
+) -> Gradients:
+    """Launch the backward pass on the current stream of the tensors' device, without waiting for it.
+
+    Which kernels run depends on `needs`: `states` makes what only `gradients` reads, and dq does not depend on what
+    `reverse` makes.
+
+    Args:
+        plan, q, k, v, scale, initial_state, use_qk_l2norm_in_kernel, state_v_first, cu_seqlens:
+            As `forward` got them.
+        r, gates (torch.Tensor):
+            What `forward` returned.
+        do (torch.Tensor, Optional):
+            Gradient of o, any strides. Default: `None` (zero).
+        dht (torch.Tensor, Optional):
+            Gradient of the final state, any strides. Default: `None` (zero).
+        needs (Needs):
+            The gradients to compute; that of `initial_state` only where there is one. Default: all.
+    """
+    if torch.cuda.current_device() != q.device.index:
+        with torch.cuda.device(q.device):
+            return backward(
+                plan, q, k, v, r, gates, scale, initial_state, use_qk_l2norm_in_kernel, state_v_first, cu_seqlens,
+                do, dht, needs,
+            )  # fmt: skip
+    needs = needs._replace(initial_state=needs.initial_state and initial_state is not None)
+    chunks = needs.q or needs.k or needs.g or needs.beta  # what chunks compute side by side
+    chain = needs.k or needs.v or needs.g or needs.beta or needs.initial_state
+    if (do is None and dht is None) or not (chunks or chain):
+        return Gradients()
+    B, T, H, K = q.shape
+    HV, V = v.shape[2:]
+    tokens = B * T
+    at = _Layout.of(B, T, cu_seqlens)
+    cu = at.cu_or(gates)
+    unused = gates.view(-1)
+    lengths = at.seqlen, at.cu_step, at.N
+    strides = (1, K) if state_v_first else (V, 1)
+    halves = plan.splits == 2
+    kernels = build_backward(plan)
+
+    normalize = use_qk_l2norm_in_kernel
+    ahead = normalize and plan.dtype == "float16"  # as in `forward`
+    q_in = _packed(q, tokens, H, K)
+    k_in = _packed(_normalized(k) if ahead else k, tokens, H, K)
+    do = q.new_zeros(tokens, HV, V) if do is None else _packed(do, tokens, HV, V)
+    if scale < 0:  # as in `forward`
+        scale, do = -scale, -do
+
+    # S at the start of each chunk, transposed, and Y, the chunk's error before beta
+    if chunks:
+        s = q.new_empty(at.slots, HV, V, K)
+        y = q.new_empty(tokens, HV, V)
+        (kernels.states_halves if halves else kernels.states)(
+            k_in,
+            _packed(v, tokens, HV, V),
+            r,
+            gates,
+            cu,
+            unused if initial_state is None else initial_state.float().contiguous().view(-1),
+            s,
+            y,
+            *(*lengths, HV, HV // H, int(initial_state is not None), *strides),
+            int(plan.longest_first),
+        )
+
+    # gradients of S behind each chunk, of v and of the initial state
+    dh0 = None
+    if chain:
+        ds = q.new_empty(at.slots, HV, V, K)
+        # `gradients` zeroes the rows behind the last boundary, here too
+        dv = (q.new_empty if chunks or cu_seqlens is None else q.new_zeros)(tokens, HV, V)
+        if needs.initial_state:
+            assert initial_state is not None
+            dh0 = q.new_empty(initial_state.shape, dtype=torch.float32)
+        (kernels.reverse_halves if halves else kernels.reverse)(
+            q_in,
+            k_in,
+            do,
+            r,
+            gates,
+            cu,
+            unused if dht is None else dht.float().contiguous().view(-1),
+            ds,
+            dv,
+            unused if dh0 is None else dh0.view(-1),
+            *(*lengths, HV, HV // H, int(dht is not None), int(dh0 is not None), *strides),
+            int(plan.longest_first),
+        )
+        if dh0 is not None and initial_state is not None:
+            dh0 = dh0.to(initial_state.dtype)
+    else:
+        ds, dv = s, y  # of the right shape, and finite
+
+    if not chunks:
+        return Gradients(v=dv.view(v.shape) if needs.v else None, initial_state=dh0)
+    dq, dk = q.new_empty(tokens, H, K), q.new_empty(tokens, H, K)
+    dg = q.new_empty(tokens, HV, dtype=getattr(torch, plan.g_dtype))
+    dbeta = q.new_empty(tokens, HV, dtype=getattr(torch, plan.beta_dtype))
+    kernels.gradients(
+        q_in,
+        k_in,
+        do,
+        dv,
+        y,
+        s,
+        ds,
+        gates,
+        cu,
+        dq,
+        dk,
+        dg,
+        dbeta,
+        *(scale, *lengths, H, HV // H, int(normalize), int(normalize and not ahead)),
+        min(at.slots * H, arch.device_facts(q.device).sms),  # blocks that share the work
+    )
+    dk = dk.view(B, T, H, K)
+    return Gradients(
+        q=dq.view(B, T, H, K) if needs.q else None,
+        k=(_normalized_backward(k, dk) if ahead else dk) if needs.k else None,
+        v=dv.view(B, T, HV, V) if needs.v else None,
+        g=dg.view(B, T, HV) if needs.g else None,
+        beta=dbeta.view(B, T, HV) if needs.beta else None,
+        initial_state=dh0,
+    )
+
+
+def rehearse_backward(plan: Plan, device: torch.device) -> None:
+    """Launch the kernels of the backward pass once, on one token: if they cannot run, that shows before a call needs them."""
+    x = torch.zeros(1, 1, 1, 128, dtype=getattr(torch, plan.dtype), device=device)
+    slots = _Layout.of(1, 1, None).slots
+    r = x.new_zeros(slots, 1, CHUNK, CHUNK)
+    gates = x.new_zeros(slots, 1, 8, CHUNK, dtype=torch.float32)
+    h0 = x.new_zeros(1, 1, 128, 128, dtype=torch.float32)
+    backward(plan, x, x, x, r, gates, 1.0, h0, do=x, dht=h0)

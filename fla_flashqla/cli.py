@@ -21,9 +21,9 @@ exit code: 0 if everything that can work on this machine does, 1 if something do
 off (the last lines say what), 2 for wrong arguments.
 """
 _WARMUP = """\
-Compiles the forward kernels into TileLang's cache folder (TILELANG_CACHE_DIR), so that the first call of
-a later process needs neither time nor nvcc. No GPU is needed: a cache folder can be filled when an image
-is built. Lengths, batch sizes, head counts and scales need no kernels of their own.
+Compiles the kernels of the forward and the backward pass into TileLang's cache folder (TILELANG_CACHE_DIR),
+so that the first call of a later process needs neither time nor nvcc. No GPU is needed: a cache folder can
+be filled when an image is built. Lengths, batch sizes, head counts and scales need no kernels of their own.
 """
 _WARMUP_EXIT = "exit code: 0 if all kernels compiled, 1 if not, 2 for wrong arguments."
 _DTYPES = ("bfloat16", "float16")
@@ -61,6 +61,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     warmup.add_argument(
         "--beta-dtype", nargs="+", choices=_GATE_DTYPES, default=["float32", "bfloat16"]
     )
+    warmup.add_argument(
+        "--forward-only", action="store_true", help="leave out the backward pass, for inference"
+    )
     arguments = parser.parse_args(argv)
     try:
         return int(arguments.run(arguments))
@@ -79,7 +82,8 @@ def _progress(text: str) -> None:
 def _warmup(arguments: argparse.Namespace) -> int:
     from fla_flashqla import warmup
 
-    wanted = warmup.plans(arguments.dtype, arguments.g_dtype, arguments.beta_dtype)
+    dtypes = arguments.dtype, arguments.g_dtype, arguments.beta_dtype
+    wanted = warmup.plans(*dtypes, gradients=not arguments.forward_only)
     record = warmup.run(wanted, _progress)
     if arguments.json:
         print(json.dumps(record, indent=2))
@@ -138,7 +142,9 @@ def render(record: dict[str, Any]) -> list[str]:
     lines += ["", "Relative L2 error against float64, through FLA's operator"]
     for case in record["correctness"]["cases"]:
         found = case["error"] or "  ".join(
-            f"{name} {error:.1e}" for name, error in case["relative_errors"].items()
+            f"{name} {error:.1e}"
+            for errors in ("relative_errors", "gradient_errors")
+            for name, error in case[errors].items()
         )
         lines.append(f"  {'ok  ' if case['ok'] else 'FAIL'}  {case['name']:<44} {found}")
     if not record["correctness"]["cases"]:

@@ -26,13 +26,28 @@ class Plan:
     dtype: str
     g_dtype: str
     beta_dtype: str
-    splits: int = 1  # blocks that share the V columns of a value head
+    splits: int = 1  # blocks that share the V columns of a value head, forward and backward
     warps: int = 4  # a block of the preparation
+    longest_first: bool = False  # whether sequences start in the order of their lengths
+    gradients: bool = False  # whether a backward follows
 
     @property
     def compiled(self) -> tuple[str, ...]:
-        """What is compiled together: the kernels of all `splits` and `warps`."""
+        """What is compiled together, in each step: these kernels take all else at run time."""
         return self.arch, self.dtype, self.g_dtype, self.beta_dtype
+
+    @property
+    def steps(self) -> tuple[str, ...]:
+        """The steps that it needs, each of which is compiled when first needed."""
+        return ("forward", "backward") if self.gradients else ("forward",)
+
+    def key(self, step: str) -> tuple[str, ...]:
+        """What is compiled together for a step."""
+        return step, *self.compiled
+
+    def path(self, step: str) -> str:
+        """What reports call the kernels of a step."""
+        return f"{step} {self.arch} {self.dtype}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +82,15 @@ def warps(group: int) -> int:
     return 1 if group <= 2 else 4
 
 
-_plan = lru_cache(maxsize=None)(Plan)  # a handful: SMs x dtypes x splits x warps
+def longest_first(varlen: bool, N: int, HV: int, sms: int) -> bool:
+    """Whether blocks take sequences in the order of their lengths, which the device finds out: if not all run at once.
+
+    A block looks at all lengths for that, a lane each; with more sequences than lanes the order matters little.
+    """
+    return varlen and 1 < N <= 32 and sms < N * HV
+
+
+_plan = lru_cache(maxsize=None)(Plan)  # a handful: SMs x dtypes x the rest
 _REFERENCE = Reference("CPU tensors are answered by the PyTorch reference")
 
 
@@ -86,6 +109,8 @@ def plan(call: Call) -> Plan | Reference | Refusal:
         *(ARCHS[call.sm].name, call.q_dtype, call.g_dtype, call.beta_dtype),
         splits(call.N * call.HV, call.sms),
         warps(call.HV // call.H),
+        longest_first(call.varlen, call.N, call.HV, call.sms),
+        call.needs_grad,
     )
 
 
@@ -117,8 +142,6 @@ def _refuse_cuda(call: Call) -> str | None:
         return f"the GPU must be SM90, got {sm}: {arch.status if arch else 'not supported'}"
     if call.transformed:
         return "torch.func, forward-mode differentiation and torch.jit.trace are not supported"
-    if call.needs_grad:
-        return "a gradient is needed and the backward is not supported yet"
     if call.use_gate_in_kernel:
         return "use_gate_in_kernel is not supported yet"
     if call.use_beta_sigmoid_in_kernel:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,9 @@ from fla_flashqla import reference
 
 # Largest relative L2 error of o and final_state against float64.
 BOUNDS = {"bfloat16": 8e-3, "float16": 1e-3}
+# and of each gradient
+GRADIENT_BOUNDS = {"bfloat16": 1e-2, "float16": 1.5e-3}
+DIFFERENTIABLE = ("q", "k", "v", "g", "beta", "initial_state")
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,14 +109,58 @@ def make_inputs(case: Case, device: str | torch.device = "cpu", seed: int = 0) -
     return inputs
 
 
-def oracle(inputs: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
-    """o and final_state of the same arguments, in float64."""
-    exact = {
-        name: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x
+def make_output_gradients(inputs: dict[str, Any], seed: int = 1) -> tuple[Tensor, Tensor]:
+    """Gradients of o and final_state, in their dtypes, for the arguments of a call."""
+    q, v = inputs["q"], inputs["v"]
+    generator = torch.Generator(q.device).manual_seed(seed)
+    cu = inputs.get("cu_seqlens")
+    N = q.shape[0] if cu is None else len(cu) - 1
+    sizes = q.shape[-1], v.shape[-1]
+    shape = (N, v.shape[2], *(reversed(sizes) if inputs.get("state_v_first") else sizes))
+    do, dht = (torch.randn(x, device=q.device, generator=generator) for x in (v.shape, shape))
+    return do.to(q.dtype), dht
+
+
+def _exact(inputs: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name: x.detach().double() if isinstance(x, Tensor) and x.is_floating_point() else x
         for name, x in inputs.items()
     }
+
+
+def oracle(inputs: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
+    """o and final_state of the same arguments, in float64."""
     with torch.no_grad():
-        return reference.chunk_gated_delta_rule(**exact)
+        return reference.chunk_gated_delta_rule(**_exact(inputs))
+
+
+def oracle_gradients(
+    inputs: dict[str, Any],
+    do: Tensor | None,
+    dht: Tensor | None,
+    form: Callable[..., Any] = reference.chunk_gated_delta_rule,
+) -> dict[str, Tensor]:
+    """Gradients of all inputs for the same arguments, in float64.
+
+    Args:
+        inputs (dict):
+            Keyword arguments of FLA's operator.
+        do, dht (torch.Tensor, Optional):
+            Gradients of o and final_state; `None` is zero.
+        form (Callable):
+            The reference to differentiate: by chunks (default), or by tokens, which takes memory for a state a token.
+    """
+    exact = _exact(inputs)
+    leaves = {n: exact[n].requires_grad_() for n in DIFFERENTIABLE if exact.get(n) is not None}
+    with torch.enable_grad():
+        results = form(**{**exact, "output_final_state": True})
+    pairs = [(x, dx.double()) for x, dx in zip(results, (do, dht), strict=True) if dx is not None]
+    pairs = [pair for pair in pairs if pair[0].requires_grad]  # not o where there are no tokens
+    if not pairs:
+        return {name: torch.zeros_like(x) for name, x in leaves.items()}
+    outputs, of_outputs = zip(*pairs, strict=True)
+    found = torch.autograd.grad(outputs, [*leaves.values()], of_outputs, materialize_grads=True)
+    return dict(zip(leaves, found, strict=True))
 
 
 def relative_error(a: Tensor, b: Tensor) -> float:

@@ -12,9 +12,15 @@ from fla_flashqla import chunk
 from fla_flashqla.plan import Plan
 
 
-def plans(dtypes: Iterable[str], g_dtypes: Iterable[str], beta_dtypes: Iterable[str]) -> list[Plan]:
-    """One plan for each combination: nothing else selects what is compiled."""
-    return [Plan("sm90", *c) for c in itertools.product(dtypes, g_dtypes, beta_dtypes)]
+def plans(
+    dtypes: Iterable[str],
+    g_dtypes: Iterable[str],
+    beta_dtypes: Iterable[str],
+    gradients: bool = True,
+) -> list[Plan]:
+    """One plan for each combination of dtypes, with or without a backward: nothing else selects what is compiled."""
+    combinations = itertools.product(dtypes, g_dtypes, beta_dtypes)
+    return [Plan("sm90", *c, gradients=gradients) for c in combinations]
 
 
 def run(wanted: list[Plan], progress: Callable[[str], None]) -> dict[str, Any]:
@@ -26,7 +32,8 @@ def run(wanted: list[Plan], progress: Callable[[str], None]) -> dict[str, Any]:
     record: dict[str, Any] = {"cache": None, "plans": [], "ok": True}
     for number, plan in enumerate(wanted, 1):
         row: dict[str, Any] = dict(
-            zip(("arch", "dtype", "g_dtype", "beta_dtype"), plan.compiled, strict=True)
+            zip(("arch", "dtype", "g_dtype", "beta_dtype"), plan.compiled, strict=True),
+            steps=list(plan.steps),
         )
         progress(
             f"{number} of {len(wanted)}: {plan.dtype}, g {plan.g_dtype}, beta {plan.beta_dtype}"
@@ -34,6 +41,8 @@ def run(wanted: list[Plan], progress: Callable[[str], None]) -> dict[str, Any]:
         start = time.perf_counter()
         try:
             chunk.build(plan)
+            if plan.gradients:
+                chunk.build_backward(plan)
             row["seconds"] = round(time.perf_counter() - start, 2)
         except (
             Exception

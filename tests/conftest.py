@@ -7,13 +7,17 @@ import functools
 import importlib.metadata
 import importlib.util
 import os
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import kernel_models
 import pytest
 import torch
 from compiler import nvcc
 
 import fla_flashqla
+from fla_flashqla import api, arch, chunk
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = Path(fla_flashqla.__file__).resolve().parent
@@ -76,3 +80,36 @@ def seed() -> int:
     """The seed that every test starts from."""
     torch.manual_seed(0)
     return 0
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """CPU tensors look like an SM90's, models answer for its kernels; the names of those launched."""
+    from model_helpers import SM90
+
+    names: list[str] = []
+
+    def noted(kernels: Any) -> Any:
+        def launch(name: str, kernel: Any) -> Any:
+            return lambda *args: (names.append(name), kernel(*args))[1]
+
+        return kernels._make(launch(n, k) for n, k in kernels._asdict().items())
+
+    monkeypatch.setattr(arch, "device_facts", lambda device: SM90)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)  # the index of a CPU tensor
+    monkeypatch.setattr(api, "_kernels", {})
+    forward, backward = noted(kernel_models.FORWARD), noted(kernel_models.BACKWARD)
+    monkeypatch.setattr(chunk, "build", lambda plan: forward)
+    monkeypatch.setattr(chunk, "build_backward", lambda plan: backward)
+    monkeypatch.setattr(chunk, "rehearse_backward", lambda plan, device: None)
+    fla_flashqla.reset_report()
+    yield names
+    fla_flashqla.reset_report()
+
+
+@pytest.fixture
+def exact(launched: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every call gets `PLAN`, whose kernels take float64 and any head size."""
+    from model_helpers import PLAN
+
+    monkeypatch.setattr(api, "plan", lambda call: PLAN)

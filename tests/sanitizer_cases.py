@@ -4,7 +4,15 @@
 import torch
 
 from fla_flashqla import chunk_gated_delta_rule, dispatch_report
-from fla_flashqla.testing import Case, make_inputs, oracle, relative_error
+from fla_flashqla.testing import (
+    DIFFERENTIABLE,
+    Case,
+    make_inputs,
+    make_output_gradients,
+    oracle,
+    oracle_gradients,
+    relative_error,
+)
 
 # Tails, an empty sequence, rows behind the last boundary, and enough chunks to use each stage more than twice; few chains (half
 # a head a block) and many.
@@ -23,5 +31,11 @@ if __name__ == "__main__":
         end = None if case.lens is None else sum(case.lens)
         error = relative_error(o[:, :end], oracle(inputs)[0][:, :end])
         assert error < 8e-3, error
-        print(f"{case.id}: o {error:.1e}")
+        do, dht = make_output_gradients(inputs)
+        want = oracle_gradients(inputs, do, dht)
+        leaves = {n: inputs[n].requires_grad_() for n in DIFFERENTIABLE}
+        found = torch.autograd.grad(chunk_gated_delta_rule(**inputs), [*leaves.values()], [do, dht])
+        errors = [relative_error(x, want[n]) for n, x in zip(leaves, found, strict=True)]
+        assert max(errors) < 1e-2, dict(zip(leaves, errors, strict=True))
+        print(f"{case.id}: o {error:.1e}, gradients at most {max(errors):.1e}")
     print(dispatch_report())

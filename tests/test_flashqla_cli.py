@@ -108,15 +108,17 @@ def test_flashqla_check_reach_is_proved(whole_run: subprocess.CompletedProcess[s
     for case in cases:
         assert case["ok"] and case["answered"] == "reference"
         assert all(0 < error <= case["bound"] for error in case["relative_errors"].values())
+        assert len(case["gradient_errors"]) == 5 + ("seq" in case["name"])
+        assert all(0 < e <= case["gradient_bound"] for e in case["gradient_errors"].values())
 
 
 def test_flashqla_check_typical_calls(whole_run: subprocess.CompletedProcess[str]) -> None:
     calls = json.loads(whole_run.stdout)["calls"]
     assert calls["hypothetical"] is True and calls["sm"] == [9, 0]
     paths = [(row["path"], row["reason"]) for row in calls["rows"]]
-    assert [path for path, _ in paths] == ["ours", "ours", "FLA", "FLA", "FLA", "FLA"]
+    assert [path for path, _ in paths] == ["ours", "ours", "ours", "FLA", "FLA", "FLA"]
     assert paths[0][1].startswith("Plan(arch='sm90'")
-    assert "gradient" in paths[2][1] and "float32" in paths[5][1]
+    assert "gradients=True" in paths[2][1] and "float32" in paths[5][1]
 
 
 def test_flashqla_check_text(whole_run: subprocess.CompletedProcess[str]) -> None:

@@ -218,17 +218,23 @@ def test_flashqla_coldstart_without_a_cache(
     assert calls == ["function"] and not (cache / LOCK).parent.exists()
 
 
+@pytest.mark.parametrize(
+    ("build", "kernels"),
+    [("build", chunk.Kernels), ("build_backward", chunk.BackwardKernels)],
+    ids=["forward", "backward"],
+)
 def test_flashqla_coldstart_kernels_of_a_plan_do_not_wait_for_each_other(
-    cache: Path, monkeypatch: pytest.MonkeyPatch
+    build: str, kernels: Any, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import tilelang
 
-    together = threading.Barrier(len(chunk.Kernels._fields))
+    together = threading.Barrier(len(kernels._fields))
 
     def compile_with_the_others(function: Any, **_: Any) -> int:
         return together.wait(timeout=30)
 
     monkeypatch.setattr(tilelang, "compile", compile_with_the_others)
     monkeypatch.setattr(chunk, "_built", {})
-    built = chunk.build(Plan("sm90", "bfloat16", "float32", "float32"))
-    assert sorted(built) == [0, 1, 2, 3]
+    monkeypatch.setattr(chunk, "_built_backward", {})
+    built = getattr(chunk, build)(Plan("sm90", "bfloat16", "float32", "float32"))
+    assert sorted(built) == [*range(len(kernels._fields))]

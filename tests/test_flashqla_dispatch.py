@@ -11,6 +11,7 @@ import threading
 import types
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
@@ -265,6 +266,8 @@ def test_flashqla_dispatch_names_no_other_function() -> None:
 
 # Failures of kernels
 
+OTHERS = [{"splits": 2}, {"warps": 1}]  # plans with a kernel more than `PLAN`'s
+
 
 def test_flashqla_fallback_when_the_build_fails(
     ours: FlashQLABackend, kernels: types.SimpleNamespace, caplog: pytest.LogCaptureFixture
@@ -300,12 +303,13 @@ def test_flashqla_fallback_when_the_first_launch_fails(
     assert [r.levelname for r in caplog.records] == ["WARNING"] and "bad launch" in caplog.text
 
 
+@pytest.mark.parametrize("field", OTHERS)
 def test_flashqla_fallback_of_one_kernel_leaves_the_others(
-    ours: FlashQLABackend, kernels: types.SimpleNamespace, fla: MagicMock
+    field: dict[str, int], ours: FlashQLABackend, kernels: types.SimpleNamespace, fla: MagicMock
 ) -> None:
     """A kernel that fails at its first launch is refused; one that has run goes on."""
     ours.chunk_gated_delta_rule(**inputs())
-    kernels.plan.return_value = PLAN.__class__(*PLAN.compiled, splits=2)
+    kernels.plan.return_value = replace(PLAN, **field)
     kernels.forward.side_effect = RuntimeError("bad launch")
     assert ours.chunk_gated_delta_rule(**inputs()) == ("FLA", None)
     assert not ours.chunk_gated_delta_rule_verifier(**inputs())[0]
@@ -347,8 +351,12 @@ def test_flashqla_fallback_not_when_strict(
         ours.chunk_gated_delta_rule(**inputs())
 
 
+@pytest.mark.parametrize("field", OTHERS)
 def test_flashqla_fallback_while_a_graph_is_captured(
-    ours: FlashQLABackend, kernels: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+    field: dict[str, int],
+    ours: FlashQLABackend,
+    kernels: types.SimpleNamespace,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Nothing is compiled or loaded under a capture; what has run before is captured."""
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
@@ -360,9 +368,13 @@ def test_flashqla_fallback_while_a_graph_is_captured(
     assert ours.chunk_gated_delta_rule(**inputs()) == ("o", None)
     capturing = True
     assert ours.chunk_gated_delta_rule_verifier(**inputs()) == (True, None)
-    other = PLAN.__class__(*PLAN.compiled, splits=2)  # compiled with it, but never launched
+    other = replace(PLAN, **field)  # compiled with it, but never launched
     monkeypatch.setattr(api, "plan", lambda call: other)
     assert not ours.chunk_gated_delta_rule_verifier(**inputs())[0]
+    alike = replace(PLAN, longest_first=True)  # the same kernels
+    monkeypatch.setattr(api, "plan", lambda call: alike)
+    assert ours.chunk_gated_delta_rule_verifier(**inputs())[0]
+    monkeypatch.setattr(api, "plan", lambda call: other)
     capturing = False
     assert ours.chunk_gated_delta_rule_verifier(**inputs())[0]
 

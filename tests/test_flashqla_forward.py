@@ -14,6 +14,8 @@ from gpu_helpers import (
     run_ours,
 )
 
+from fla_flashqla.call import describe
+from fla_flashqla.plan import plan
 from fla_flashqla.testing import Case, make_inputs
 
 pytestmark = [pytest.mark.gpu, pytest.mark.sm90, pytest.mark.fla]
@@ -290,6 +292,15 @@ def test_flashqla_cuda_graph(lens):
         torch.cuda.synchronize()
         assert_same(captured, run_ours(**x))
         check(x, captured, fla=False)
+
+
+@DTYPE
+@pytest.mark.parametrize("cu_dtype", ["int32", "int64"])
+def test_flashqla_longest_first(dtype, cu_dtype):
+    """Not all blocks run at once: sequences start in the order of their lengths."""
+    x = inputs(lens=(*LENS, 300), H=4, HV=16, dtype=dtype, cu_dtype=cu_dtype)
+    assert plan(describe(**x)).longest_first
+    check(x, fla=False)
 
 
 @DTYPE

@@ -25,6 +25,7 @@ LAYERS = (
     ("plan", "reference"),
     ("kernels", "testing"),
     ("chunk",),
+    ("autograd",),
     ("api", "compat"),
     ("backend",),
     ("__init__",),

@@ -110,7 +110,6 @@ def described(T: int = 64, K: int = 128, V: int = 128, dtype: torch.dtype = torc
 
 
 REFUSALS = {
-    "an input requires a gradient": {"grad": True},
     "under `torch.vmap`, `torch.func.grad`, ...": {"facts": {"transformed": True}},
     "`use_gate_in_kernel=True` (FLA's layer)": {"use_gate_in_kernel": True, "A_log": meta(4)},
     "`use_beta_sigmoid_in_kernel=True` (FLA's layer)": {"use_beta_sigmoid_in_kernel": True},
@@ -141,7 +140,9 @@ def test_flashqla_readme_refusals() -> None:
         answer = plan.plan(described(**changes))
         assert isinstance(answer, plan.Refusal), name
         assert answer.reason == table[name]
-    assert isinstance(plan.plan(described()), plan.Plan)
+    for grad in (False, True):
+        answer = plan.plan(described(grad=grad))
+        assert isinstance(answer, plan.Plan) and answer.gradients is grad
 
 
 # The built wheel

@@ -2,7 +2,7 @@
 """What answers which call, and the text of every refusal; no GPU, the device facts are patched."""
 
 import timeit
-from dataclasses import FrozenInstanceError
+from dataclasses import FrozenInstanceError, replace
 
 import pytest
 import torch
@@ -10,15 +10,16 @@ from torch.autograd import forward_ad
 
 from fla_flashqla import arch
 from fla_flashqla.call import Call, describe
-from fla_flashqla.plan import Plan, Reference, Refusal, plan, splits, warps
+from fla_flashqla.plan import Plan, Reference, Refusal, longest_first, plan, splits, warps
 
-SM90 = arch.DeviceFacts("cuda", 0, (9, 0), False)
-PLAN = Plan("sm90", "bfloat16", "float32", "float32", warps=1)
+SM90 = arch.DeviceFacts("cuda", 0, (9, 0), False, 132)
+PLAN = Plan("sm90", "bfloat16", "float32", "float32", splits=2, warps=1)
 BASE = {
     "device_type": "cuda",
     "device_index": 0,
     "sm": (9, 0),
     "is_hip": False,
+    "sms": 132,
     "q_dtype": "bfloat16",
     "k_dtype": "bfloat16",
     "v_dtype": "bfloat16",
@@ -118,14 +119,9 @@ REFUSED = {
     # From here on the call is well-formed, and on a CPU the reference answers all but two of them.
     "unknown": ({"zz": None, "aa": 1}, "unknown keyword arguments: aa, zz"),
     "cp_context": ({"cp_context": object()}, "cp_context is not supported"),
-    "gradient": ({"beta": state(1, 64, 4, requires_grad=True)}, "a gradient is needed"),
-    "gradient_of_state": (
-        {"initial_state": state(1, 4, 128, 128, requires_grad=True)},
-        "a gradient is needed",
-    ),
     "gradient_of_gate": (
         {"use_gate_in_kernel": True, "A_log": state(4, requires_grad=True)},
-        "a gradient is needed",
+        "use_gate_in_kernel is not supported yet",
     ),
     "gate": (
         {"use_gate_in_kernel": True, "A_log": state(4), "dt_bias": state(4)},
@@ -189,10 +185,19 @@ ACCEPTED = {
     "strided": {"q": torch.zeros(1, 64, 128, 2, dtype=torch.bfloat16).mT},
     "parameter": {"beta": torch.nn.Parameter(state(1, 64, 4), requires_grad=False)},
 }
+# Calls of which a backward may follow.
+TRAINED = {
+    **{n: {n: inputs()[n].requires_grad_()} for n in ("q", "k", "v", "g", "beta")},
+    "state": {"initial_state": state(1, 4, 128, 128, requires_grad=True)},
+    "parameter": {"beta": torch.nn.Parameter(state(1, 64, 4))},
+    "l2norm": {"use_qk_l2norm_in_kernel": True, "v": inputs()["v"].requires_grad_()},
+    "varlen": {"cu_seqlens": bounds(0, 0, 7, 64), "g": state(1, 64, 4, requires_grad=True)},
+}
 CASES = [
     *(pytest.param(SM90, *case, id=name) for name, case in REFUSED.items()),
     *(pytest.param(arch.DeviceFacts(*f), {}, text, id=n) for n, (f, text) in DEVICES.items()),
     *(pytest.param(SM90, changes, True, id=name) for name, changes in ACCEPTED.items()),
+    *(pytest.param(SM90, changes, True, id=f"trained_{name}") for name, changes in TRAINED.items()),
 ]
 
 
@@ -203,7 +208,8 @@ def test_flashqla_verifier_rejects(device, changes, verdict, facts, monkeypatch)
     call = inputs(**changes)
     decision = plan(describe(**call))
     if verdict is True:
-        assert decision == PLAN
+        trained = any(changes is case for case in TRAINED.values())
+        assert decision == replace(PLAN, gradients=trained)
     else:
         assert isinstance(decision, Refusal)
         assert (verdict or "q, k, v, g and beta must be on one device") in decision.reason
@@ -223,6 +229,7 @@ def verify(monkeypatch, call):
 
     monkeypatch.delenv("FLA_FLASH_QLA_STRICT", raising=False)
     monkeypatch.setattr(chunk, "build", lambda plan: None)
+    monkeypatch.setattr(chunk, "build_backward", lambda plan: None)
     monkeypatch.setattr(api, "_kernels", {})
     binding = compat.Binding.between(chunk_gated_delta_rule, api.chunk_gated_delta_rule)
     return FlashQLABackend(binding).chunk_gated_delta_rule_verifier(**call)
@@ -297,7 +304,7 @@ def test_flashqla_plan_of_other_head_sizes(heads, K, V):
 def test_flashqla_only_dtypes_select_a_kernel(q, g, beta):
     dtypes = {"q_dtype": q, "k_dtype": q, "v_dtype": q, "g_dtype": g, "beta_dtype": beta}
     call = Call(**{**BASE, **dtypes})
-    want = Plan("sm90", q, g, beta, warps=1)
+    want = Plan("sm90", q, g, beta, splits=2, warps=1)
     others = {
         **{"B": 4, "T": 100, "H": 4, "HV": 8, "N": 4, "device_index": 3},
         "varlen": True,
@@ -308,8 +315,13 @@ def test_flashqla_only_dtypes_select_a_kernel(q, g, beta):
     }
     assert plan(call) == plan(call._replace(**others)) == want
     assert hash(plan(call)) == hash(want) and repr(want) == (
-        f"Plan(arch='sm90', dtype='{q}', g_dtype='{g}', beta_dtype='{beta}', splits=1, warps=1)"
+        f"Plan(arch='sm90', dtype='{q}', g_dtype='{g}', beta_dtype='{beta}', splits=2, warps=1, "
+        "longest_first=False, gradients=False)"
     )
+    trained = plan(call._replace(needs_grad=True))
+    assert trained == replace(want, gradients=True) and trained.compiled == want.compiled
+    assert (want.steps, trained.steps) == (("forward",), ("forward", "backward"))
+    assert trained.path("backward") == f"backward sm90 {q}"
     with pytest.raises(FrozenInstanceError):
         want.dtype = "float32"
 
@@ -433,9 +445,23 @@ def test_flashqla_warps():
 
 def test_flashqla_splits():
     """Half a head a block as long as all halves run at once; both are compiled together."""
-    few, many = (plan(Call(**{**BASE, "N": n, "HV": 8, "sms": 132})) for n in (8, 9))
+    few, many = (plan(Call(**{**BASE, "N": n, "HV": 8})) for n in (8, 9))
     assert (few.splits, many.splits) == (2, 1) and few.compiled == many.compiled
     assert [splits(chains, 132) for chains in (1, 8, 66, 67, 256)] == [2, 2, 2, 1, 1]
+
+
+def test_flashqla_longest_first():
+    """Where packed sequences wait for each other, few enough for a lane each; all else is alike."""
+    call = Call(**{**BASE, "N": 5, "varlen": True})
+    waiting, dense = plan(call), plan(call._replace(varlen=False))
+    assert waiting == replace(dense, longest_first=True) and waiting.compiled == dense.compiled
+    assert plan(call._replace(N=4)) == dense  # 128 blocks, which run at once
+    trained = call._replace(needs_grad=True)
+    assert plan(trained) == replace(waiting, gradients=True)
+    counts = (0, 1, 2, 3, 32, 33, 1000)
+    assert [longest_first(True, N, 64, 132) for N in counts] == [0, 0, 0, 1, 1, 0, 0]
+    assert [longest_first(True, 2, HV, 132) for HV in (1, 66, 67)] == [0, 0, 1]
+    assert not any(longest_first(False, N, 64, 132) for N in counts)
 
 
 def test_flashqla_planning_is_quick(facts):

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from fla_flashqla import warmup
+from fla_flashqla import chunk, cli, warmup
 
 
 def command(cache: Path, *arguments: str, **environment: str) -> tuple[int, dict[str, Any]]:
@@ -38,6 +38,7 @@ def test_flashqla_warmup_replaces_the_compiler(tmp_path: Path) -> None:
     assert row | {"seconds": 0} == {
         **{"arch": "sm90", "dtype": "bfloat16", "g_dtype": "float32", "beta_dtype": "float32"},
         "seconds": 0,
+        "steps": ["forward", "backward"],
     }
     code, again = command(tmp_path / "cache", "--beta-dtype", "float32", **nowhere)
     assert code == 0 and again["plans"][0]["seconds"] < row["seconds"] / 3
@@ -47,3 +48,17 @@ def test_flashqla_warmup_plans() -> None:
     """What the planner can ask for, and nothing twice."""
     made = warmup.plans(("bfloat16", "float16"), ("float32",), ("float32", "bfloat16"))
     assert len({p.compiled for p in made}) == len(made) == 4
+    assert all(p.steps == ("forward", "backward") for p in made)
+    made = warmup.plans(("bfloat16",), ("float32",), ("float32",), gradients=False)
+    assert [p.steps for p in made] == [("forward",)]
+
+
+@pytest.mark.parametrize("arguments", [[], ["--forward-only"]])
+def test_flashqla_warmup_of_the_backward(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    built: list[str] = []
+    monkeypatch.setattr(chunk, "build", lambda plan: built.append("forward"))
+    monkeypatch.setattr(chunk, "build_backward", lambda plan: built.append("backward"))
+    assert cli.main(["warmup", "--beta-dtype", "float32", *arguments]) == 0
+    assert built == ["forward"] if arguments else ["forward", "backward"]

@@ -47,6 +47,7 @@ import tilelang
 import tilelang.language as T
 
 from fla_flashqla.kernels.prepare import (
+    CHAIN_ROWS,
     CHUNK,
     GATE_DECAY,
     GATE_O,
@@ -67,8 +68,29 @@ PASS_CONFIGS = {
     tilelang.PassConfigKey.TL_DISABLE_THREAD_STORAGE_SYNC: True,  # the barriers above are the whole protocol
     "tl.disable_shared_memory_reuse": True,  # the planner does not see concurrent warpgroups
     "tl.disable_safe_memory_legalize": True,  # indices are in range by construction
-    "tl.disable_buffer_init_check": True,  # it does not see that gdr_store writes
+    "tl.disable_buffer_init_check": True,  # it does not see what device functions write
 }
+
+
+@T.macro
+def land(landed, w):
+    """Await the tail chunk that load warp `w` has asked for."""
+    T.sync_warp()
+    if T.get_thread_binding() % 32 == 0:
+        T.barrier_arrive(landed[w])
+    T.barrier_wait(landed[w], 0)
+    T.call_extern("handle", "gdr_order")
+
+
+@T.macro
+def clean(tile, columns, s, rows):
+    """Zero the rows of a landed tail chunk from `rows` on, by one warp."""
+    lane = T.get_thread_binding() % 32
+    for t in T.serial(rows, CHUNK):
+        for e in T.vectorized(columns // 32):
+            tile[s, t, lane * (columns // 32) + e] = 0
+    T.call_extern("handle", "gdr_order")
+    T.fence_proxy_async()
 
 
 def forward_kernel(dtype: str, warpgroups: int = 2):
@@ -84,25 +106,10 @@ def forward_kernel(dtype: str, warpgroups: int = 2):
     f32 = "float32"
     full_row = T.GemmWarpPolicy.FullRow
     matmul = partial(T.wgmma_gemm, transpose_B=True, policy=full_row)
-    source = Path(__file__).with_suffix(".cuh").read_text()
+    source = Path(__file__).with_name("chain.cuh").read_text()
     Tn, H, HV, NSLOT, NCU, NH0, NHT = (
         T.dynamic(n) for n in ("Tn", "H", "HV", "NSLOT", "NCU", "NH0", "NHT")
     )
-
-    @T.macro
-    def clean(tile, columns, s, rows, landed, w):
-        """Await a tail chunk and zero its rows from `rows` on; by the warp that loaded it."""
-        lane = T.get_thread_binding() % 32
-        T.sync_warp()
-        if lane == 0:
-            T.barrier_arrive(landed[w])
-        T.barrier_wait(landed[w], 0)
-        T.call_extern("handle", "gdr_order")
-        for row in T.serial(rows, C):
-            for e in T.vectorized(columns // 32):
-                tile[s, row, lane * (columns // 32) + e] = 0
-        T.call_extern("handle", "gdr_order")
-        T.fence_proxy_async()
 
     @T.prim_func
     def gdr_forward(
@@ -124,6 +131,7 @@ def forward_kernel(dtype: str, warpgroups: int = 2):
         store_ht: T.int32,
         stride_k: T.int32,
         stride_v: T.int32,
+        longest_first: T.int32,
     ):
         with T.Kernel(sequences * HV * SPLITS, threads=MATH + 256, prelude=source) as bx:
             q_s = T.alloc_shared((STAGES, C, D), dtype)
@@ -132,7 +140,7 @@ def forward_kernel(dtype: str, warpgroups: int = 2):
             r_s = T.alloc_shared((STAGES, C, C), dtype)
             p_s = T.alloc_shared((STAGES, C, C), dtype)
             o_s = T.alloc_shared((C, M), dtype)
-            g_s = T.alloc_shared((STAGES, GATE_ROWS, C), f32)
+            g_s = T.alloc_shared((STAGES, CHAIN_ROWS, C), f32)
 
             S = T.alloc_fragment((M, D), f32)
             Sa = T.alloc_fragment((M, HD), dtype)
@@ -146,7 +154,6 @@ def forward_kernel(dtype: str, warpgroups: int = 2):
             xg = T.alloc_local((16,), f32)  # the gates x of its columns
             P = T.alloc_fragment((C, C), f32)
             P16 = T.alloc_fragment((C, C), dtype)
-            pr = T.alloc_fragment((C,), f32)
             decay = T.alloc_local((1,), f32)
             swizzled = tilelang.layout.make_swizzled_layout
             T.annotate_layout({v_s: swizzled(v_s), o_s: swizzled(o_s)})
@@ -161,13 +168,17 @@ def forward_kernel(dtype: str, warpgroups: int = 2):
             tx = T.get_thread_binding()
             lane = tx % 32
             split = bx % SPLITS
-            head = T.alloc_var("int32", init=bx // SPLITS)
-            bn = T.alloc_var("int32", init=T.truncdiv(head, value_heads))
-            bh = T.alloc_var("int32", init=head - bn * value_heads)
+            bn = T.alloc_var("int32", init=T.truncdiv(bx // SPLITS, value_heads))
+            bh = T.alloc_var("int32", init=bx // SPLITS - bn * value_heads)
+            if warpgroups == 2:  # halves all run at once
+                if longest_first > 0:
+                    bn = T.call_extern(
+                        "int32", "gdr_longest", T.address_of(cu[0]), cu_step, sequences, bn
+                    )
             bos = T.if_then_else(seqlen > 0, bn * seqlen, cu[bn * cu_step])
             length = T.if_then_else(seqlen > 0, seqlen, cu[(bn + 1) * cu_step] - bos)
             NT = T.ceildiv(length, C)
-            state = T.cast(head, "int64") * (D * D) + split * M * stride_v
+            state = T.cast(bn * value_heads + bh, "int64") * (D * D) + split * M * stride_v
 
             ready = T.alloc_var("int32")
             p_ready = T.alloc_var("int32")
@@ -264,7 +275,7 @@ def forward_kernel(dtype: str, warpgroups: int = 2):
                                 "handle",
                                 "gdr_load",
                                 v_s.access_ptr("r", offset=n * C * M),
-                                g_s.access_ptr("r", offset=(n * GATE_ROWS + GATE_X) * C),
+                                g_s.access_ptr("r", offset=(n * CHAIN_ROWS + GATE_X) * C),
                                 vt.access_ptr("w"),
                                 xg.access_ptr("w"),
                             )
@@ -274,36 +285,20 @@ def forward_kernel(dtype: str, warpgroups: int = 2):
                         ht[state + m * stride_v + c * stride_k] = S[m, c]
             elif tx < MATH + 128:
                 T.set_max_nreg(registers[1], 0)
-                zero = T.alloc_var("int32")
-                warp = tx % 128 // 32
                 for i in T.serial(NT):
                     s = i % STAGES
-                    zero = T.call_extern("int32", "gdr_opaque", 0)
                     T.barrier_wait(full[s], i // STAGES % 2)
                     T.call_extern("handle", "gdr_order")
                     matmul(q_s[s, :, :], k_s[s, :, :], P, clear_accum=True)
-                    for j in T.Parallel(C):
-                        pr[j] = g_s[s, GATE_PR, j]
                     T.wait_wgmma(0)
-                    for b in T.unroll(C // 16):
-                        T.call_extern(
-                            "handle", "gdr_order"
-                        )  # keeps P's blocks apart, and so in registers
-                        if b < warp:
-                            for m, c in T.Parallel(C, 16):
-                                P[m, b * 16 + c] *= T.exp2(pr[m] - g_s[s, GATE_PC, b * 16 + c])
-                        elif b == warp:
-                            for m, c in T.Parallel(C, 16):
-                                P[m, b * 16 + c] *= T.exp2(
-                                    T.Select(
-                                        b * 16 + c + zero <= m,
-                                        pr[m] - g_s[s, GATE_PC, b * 16 + c],
-                                        -1e30,
-                                    )
-                                )
-                        else:
-                            for m, c in T.Parallel(C, 16):
-                                P[m, b * 16 + c] = 0
+                    T.call_extern(
+                        "handle",
+                        "gdr_decay",
+                        P.access_ptr("rw"),
+                        g_s.access_ptr("r", offset=(s * CHAIN_ROWS + GATE_PR) * C),
+                        g_s.access_ptr("r", offset=(s * CHAIN_ROWS + GATE_PC) * C),
+                        C,
+                    )
                     T.copy(P, P16)
                     T.copy(P16, p_s[s, :, :])
                     T.call_extern("handle", "gdr_order")  # the fence names no memory
@@ -327,7 +322,8 @@ def forward_kernel(dtype: str, warpgroups: int = 2):
                             T.tma_copy(k[t0 : t0 + C, hq, :], k_s[s, :, :], barrier=full[s])
                         else:
                             T.tma_copy(k[t0 : t0 + C, hq, :], k_s[s, :, :], barrier=landed[0])
-                            clean(k_s, D, s, length - i * C, landed, 0)
+                            land(landed, 0)
+                            clean(k_s, D, s, length - i * C)
                         T.sync_warp()
                         if lane == 0:
                             T.barrier_arrive(full[s])
@@ -337,7 +333,9 @@ def forward_kernel(dtype: str, warpgroups: int = 2):
                         s = i % STAGES
                         t0 = bos + i * C
                         T.barrier_wait(empty[s], (i // STAGES + 1) % 2)
-                        T.tma_copy(gates[slot + i, bh, :, :], g_s[s, :, :], barrier=full[s])
+                        T.tma_copy(
+                            gates[slot + i, bh, 0:CHAIN_ROWS, :], g_s[s, :, :], barrier=full[s]
+                        )
                         T.tma_copy(r[slot + i, bh, :, :], r_s[s, :, :], barrier=full[s])
                         if length - i * C >= C:
                             T.tma_copy(
@@ -347,7 +345,8 @@ def forward_kernel(dtype: str, warpgroups: int = 2):
                             T.tma_copy(
                                 v[t0 : t0 + C, bh, v0 : v0 + M], v_s[s, :, :], barrier=landed[1]
                             )
-                            clean(v_s, M, s, length - i * C, landed, 1)
+                            land(landed, 1)
+                            clean(v_s, M, s, length - i * C)
                         T.sync_warp()
                         if lane == 0:
                             T.barrier_arrive(full[s])

@@ -11,10 +11,12 @@ and the gate vectors that the recurrence multiplies with (rows of `gates`, zero 
 
     X: exp(gc) rk             U: exp(gc_C - gc) rk beta     O: scale exp(gc) rq
     PR: log2(exp(gc) rq)      PC: log2(exp(gc) / (rk scale beta))
-    DECAY: exp(gc_C), in its first element
+    DECAY: exp(gc_C), in its first element, and log2 of that in its second
+
+and, if there will be a backward pass, GC: log2(exp(gc) / rk) and B: beta.
 
 R maps v - S^T k to the errors Y before beta, which needs no division by beta anywhere, in the backward either. Logarithms know
-no sign: `scale` must not be negative, and where beta is, |beta| stands above and the row of R is negated, as if Y were.
+no sign: `scale` must not be negative, and where beta is, |beta| stands for it (but in B) and the row of R is negated, as if Y were.
 
 The inverse is in `prepare.cuh`. Chunk slots: chunk i of sequence n lies in slot `cu_seqlens[n] // C + n + i`; slots of
 different sequences never overlap and `T // C + N + 1` are enough, so that neither host nor device has to sum up chunk
@@ -28,8 +30,9 @@ import tilelang.language as T
 
 CHUNK = 64
 HEAD = 128  # K = V
-GATE_X, GATE_U, GATE_O, GATE_PR, GATE_PC, GATE_DECAY = range(6)
-GATE_ROWS = 6
+GATE_X, GATE_U, GATE_O, GATE_PR, GATE_PC, GATE_DECAY, GATE_GC, GATE_B = range(8)
+GATE_ROWS = 8
+CHAIN_ROWS = 6  # the recurrences read
 MIN_BLOCKS = {1: 9, 4: 4}  # an SM, by warps a block: caps registers
 LOG2E = 1.4426950408889634
 GATE_FLOOR = -128.0  # exp(-128) is 0 in float32; a finite floor keeps differences of cumulative sums free of inf - inf
@@ -76,6 +79,7 @@ def prepare_kernel(dtype: str, g_dtype: str, beta_dtype: str, warps: int = 4):
         group: T.int32,
         normalize_q: T.int32,
         normalize_k: T.int32,
+        backward: T.int32,
     ):
         with T.Kernel(NSLOT * H, threads=W * 32, prelude=source) as bx:
             T.annotate_min_blocks_per_sm(MIN_BLOCKS[W])
@@ -239,11 +243,17 @@ def prepare_kernel(dtype: str, g_dtype: str, beta_dtype: str, warps: int = 4):
                                     gates[slot, hv, GATE_PC, t] = gl[half] - T.log2(
                                         scale * T.abs(w_s[warp, BK, t])
                                     )
+                                    if backward > 0:
+                                        gates[slot, hv, GATE_GC, t] = gl[half] - T.log2(rk_s[t])
+                                        gates[slot, hv, GATE_B, t] = heads_s[at, BETA, t]
                                 else:
-                                    for e in T.unroll(GATE_DECAY):
-                                        gates[slot, hv, e, t] = 0.0
-                            if lane == 0:
-                                gates[slot, hv, GATE_DECAY, 0] = T.exp2(total)
+                                    for e in T.unroll(GATE_ROWS):
+                                        if (e != GATE_DECAY) & ((e < CHAIN_ROWS) | (backward > 0)):
+                                            gates[slot, hv, e, t] = 0.0
+                            if lane < 2:
+                                gates[slot, hv, GATE_DECAY, lane] = T.if_then_else(
+                                    lane == 0, T.exp2(total), total
+                                )
                             T.sync_warp()
                             T.call_extern(
                                 "handle",

@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: MIT
+"""Every kernel as its formulas in float64: launch arguments and buffers as on a GPU, tensors on any device.
+
+They stand in for compiled kernels where there is no GPU, so that all around them can be tested. Rows that belong to no
+sequence are not read, and nothing else is written than a kernel writes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fla_flashqla import chunk
+
+C = 64
+EPS = 1e-6
+FLOOR = -128.0
+X, U, O, PR, PC, DECAY, GC, B = range(8)
+
+
+class Chunk(NamedTuple):
+    n: int  # sequence
+    slot: int
+    rows: slice  # of all tokens
+    first: bool
+    last: bool
+
+
+def chunks(cu: Tensor, seqlen: int, cu_step: int, sequences: int) -> Iterator[Chunk]:
+    for n in range(sequences):
+        bos, eos = n * seqlen, (n + 1) * seqlen
+        if not seqlen:
+            bos, eos = int(cu[n * cu_step]), int(cu[(n + 1) * cu_step])
+        count = -(-(eos - bos) // C)
+        for i in range(count):
+            t0 = bos + i * C
+            rows = slice(t0, min(t0 + C, eos))
+            yield Chunk(n, bos // C + n + i, rows, i == 0, i == count - 1)
+
+
+def behind(cu: Tensor, seqlen: int, cu_step: int, sequences: int) -> slice:
+    """The rows behind the last boundary."""
+    return slice(sequences * seqlen if seqlen else int(cu[sequences * cu_step]), None)
+
+
+def state(flat: Tensor, n: int, h: int, heads: int, K: int, V: int, strides: Any) -> Tensor:
+    """[K, V] of a sequence and value head."""
+    return flat.as_strided((K, V), strides, flat.storage_offset() + (n * heads + h) * K * V)
+
+
+def factors(x: Tensor, normalize: int) -> Tensor:
+    square = x.square().sum(-1)
+    return (square + EPS).rsqrt() if normalize else torch.ones_like(square)
+
+
+def decayed(rows: Tensor, columns: Tensor, diagonal: int = 0) -> Tensor:
+    """exp2(rows_i - columns_j) for i >= j, or from another diagonal on, else 0."""
+    exponent = rows[:, None] - columns[None, :]
+    kept = torch.ones_like(exponent, dtype=torch.bool).tril(diagonal)
+    return exponent.masked_fill(~kept, -torch.inf).exp2()
+
+
+def sign(beta: Tensor) -> Tensor:
+    """-1 where beta is negative, else 1."""
+    return torch.where(beta < 0, -1.0, 1.0).to(beta)
+
+
+def prepare(q, k, g, beta, cu, r, gates, o, scale, seqlen, cu_step, sequences, heads, group, normalize_q, normalize_k, backward):  # fmt: skip
+    assert scale >= 0
+    for c in chunks(cu, seqlen, cu_step, sequences):
+        n = c.rows.stop - c.rows.start
+        for hv in range(heads * group):
+            b_q, b_k = (x[c.rows, hv // group].double() for x in (q, k))
+            gc = g[c.rows, hv].double().clamp(min=FLOOR).cumsum(0)
+            b, rq, rk = (
+                beta[c.rows, hv].double(),
+                factors(b_q, normalize_q),
+                factors(b_k, normalize_k),
+            )
+            e2 = gc / math.log(2)
+            M = rk[:, None] * rk * (b_k @ b_k.T) * decayed(e2, e2, -1) * b
+            R = torch.eye(C).double()
+            R[:n, :n] = sign(b)[:, None] * torch.linalg.inv(torch.eye(n).double() + M)
+            r[c.slot, hv] = R
+            row = torch.zeros(8, C, dtype=torch.float64)
+            row[X, :n] = gc.exp() * rk
+            row[U, :n] = (gc[-1] - gc).exp() * rk * b.abs()
+            row[O, :n] = scale * gc.exp() * rq
+            row[PR, :n] = e2 + rq.log2()
+            row[PC, :n] = e2 - (scale * rk * b.abs()).log2()
+            row[GC, :n] = e2 - rk.log2()
+            row[B, :n] = b
+            written = [X, U, O, PR, PC, *((GC, B) if backward else ())]
+            gates[c.slot, hv, written] = row[written].to(gates.dtype)
+            gates[c.slot, hv, DECAY, 0] = gc[-1].exp()
+            gates[c.slot, hv, DECAY, 1] = e2[-1]
+    o[behind(cu, seqlen, cu_step, sequences)] = 0
+
+
+def products(q: Tensor, k: Tensor, gate: Tensor) -> Tensor:
+    """P, whose columns' scale and |beta| are in the gates."""
+    return decayed(gate[PR], gate[PC]) * (q @ k.T)
+
+
+def forward(q, k, v, r, gates, cu, h0, o, ht, seqlen, cu_step, sequences, value_heads, group, use_h0, store_ht, stride_k, stride_v, longest_first):  # fmt: skip
+    K, V = k.shape[-1], v.shape[-1]
+    for h in range(value_heads):
+        S = [state(h0, n, h, value_heads, K, V, (stride_k, stride_v)).double() if use_h0 else torch.zeros(K, V).double() for n in range(sequences)]  # fmt: skip
+        for c in chunks(cu, seqlen, cu_step, sequences):
+            b_q, b_k, b_v, gate, R = tile(c, h, group, gates, r, q, k, v)
+            Y = R @ (b_v - gate[X, :, None] * (b_k @ S[c.n]))
+            P = products(b_q, b_k, gate)
+            o[c.rows, h] = (gate[O, :, None] * (b_q @ S[c.n]) + P @ Y).to(o.dtype)
+            decay = gates[c.slot, h, DECAY, 0].double()
+            S[c.n] = decay * S[c.n] + (gate[U, :, None] * b_k).T @ Y
+        for n in range(sequences) if store_ht else ():
+            state(ht, n, h, value_heads, K, V, (stride_k, stride_v)).copy_(S[n])
+
+
+def tile(c: Chunk, h: int, group: int, gates: Tensor, r: Tensor | None, q: Tensor, k: Tensor, *values: Tensor) -> list[Tensor]:  # fmt: skip
+    """q and k, then those with value heads, then gates, then R, of the rows of a chunk in float64."""
+    n = c.rows.stop - c.rows.start
+    found = [x[c.rows, h // group].double() for x in (q, k)]
+    found += [x[c.rows, h].double() for x in values]
+    found.append(gates[c.slot, h, :, :n].double())
+    return found if r is None else [*found, r[c.slot, h, :n, :n].double()]
+
+
+def states(k, v, r, gates, cu, h0, s, y, seqlen, cu_step, sequences, value_heads, group, use_h0, stride_k, stride_v, longest_first):  # fmt: skip
+    K, V = k.shape[-1], v.shape[-1]
+    for h in range(value_heads):
+        S = torch.zeros(K, V).double()
+        for c in chunks(cu, seqlen, cu_step, sequences):
+            if c.first:
+                S = (
+                    state(h0, c.n, h, value_heads, K, V, (stride_k, stride_v)).double()
+                    if use_h0
+                    else 0 * S
+                )
+            _, b_k, b_v, gate, R = tile(c, h, group, gates, r, k, k, v)
+            Y = R @ (b_v - gate[X, :, None] * (b_k @ S))
+            s[c.slot, h], y[c.rows, h] = S.T.to(s.dtype), Y.to(y.dtype)
+            S = gates[c.slot, h, DECAY, 0].double() * S + (gate[U, :, None] * b_k).T @ Y
+
+
+def reverse(q, k, do, r, gates, cu, dht, ds, dv, dh0, seqlen, cu_step, sequences, value_heads, group, use_dht, store_dh0, stride_k, stride_v, longest_first):  # fmt: skip
+    K, V = k.shape[-1], do.shape[-1]
+    for h in range(value_heads):
+        dS = [state(dht, n, h, value_heads, K, V, (stride_k, stride_v)).double() if use_dht else torch.zeros(K, V).double() for n in range(sequences)]  # fmt: skip
+        for c in reversed([*chunks(cu, seqlen, cu_step, sequences)]):
+            b_q, b_k, b_do, gate, R = tile(c, h, group, gates, r, q, k, do)
+            ds[c.slot, h] = dS[c.n].T.to(ds.dtype)
+            P = products(b_q, b_k, gate)
+            dW = R.T @ (gate[U, :, None] * (b_k @ dS[c.n]) + P.T @ b_do)
+            dv[c.rows, h] = dW.to(dv.dtype)
+            decay = gates[c.slot, h, DECAY, 0].double()
+            dS[c.n] = decay * dS[c.n] + (gate[O, :, None] * b_q).T @ b_do - (gate[X, :, None] * b_k).T @ dW  # fmt: skip
+        for n in range(sequences) if store_dh0 else ():
+            state(dh0, n, h, value_heads, K, V, (stride_k, stride_v)).copy_(dS[n])
+
+
+def gradients(q, k, do, dw, y, state, dstate, gates, cu, dq, dk, dg, dbeta, scale, seqlen, cu_step, sequences, heads, group, normalize_q, normalize_k, blocks):  # fmt: skip
+    assert scale >= 0
+    for c in chunks(cu, seqlen, cu_step, sequences):
+        for h in range(heads):
+            sum_q = sum_k = torch.zeros(())
+            for hv in range(h * group, (h + 1) * group):
+                b_q, b_k, b_do, dW, Y, gate = tile(c, hv, group, gates, None, q, k, do, dw, y)
+                S, dS = state[c.slot, hv].double().T, dstate[c.slot, hv].double().T
+                rk, beta = factors(b_k, normalize_k), gate[B].abs()
+                log_decay = gates[c.slot, hv, DECAY, 1].double()
+                F1 = scale * decayed(gate[PR], gate[GC]) * (b_do @ Y.T)
+                F2 = -decayed(gate[GC] + 2 * rk.log2(), gate[GC], -1) * (dW @ Y.T)
+                dQ = gate[O, :, None] * (b_do @ S.T) + (F1 * beta) @ b_k
+                dK_rows = -gate[X, :, None] * (dW @ S.T) + (F2 * beta) @ b_k
+                Z = (log_decay - gate[GC]).exp2()[:, None] * (Y @ dS.T)
+                dK_columns = Z + F1.T @ b_q + F2.T @ b_k
+                b_dbeta = (b_k * dK_columns).sum(-1)
+                dgc = (b_q * dQ).sum(-1) + (b_k * dK_rows).sum(-1) - beta * b_dbeta
+                dgc[-1] += gates[c.slot, hv, DECAY, 0].double() * (dS * S).sum()
+                dgc[-1] += (beta * (b_k * Z).sum(-1)).sum()
+                dbeta[c.rows, hv] = (sign(gate[B]) * b_dbeta).to(dbeta.dtype)
+                dg[c.rows, hv] = dgc.flip(0).cumsum(0).flip(0).to(dg.dtype)
+                sum_q, sum_k = sum_q + dQ, sum_k + dK_rows + beta[:, None] * dK_columns
+            for x, dx, total, on in ((q, dq, sum_q, normalize_q), (k, dk, sum_k, normalize_k)):
+                b_x = x[c.rows, h].double()
+                if on:
+                    along = (b_x * total).sum(-1, keepdim=True)
+                    total = total - factors(b_x, 1).square()[:, None] * b_x * along
+                dx[c.rows, h] = total.to(dx.dtype)
+    unused = behind(cu, seqlen, cu_step, sequences)
+    for x in (dq, dk, dg, dbeta, dw):
+        x[unused] = 0
+
+
+FORWARD = chunk.Kernels(prepare, prepare, forward, forward)
+BACKWARD = chunk.BackwardKernels(states, states, reverse, reverse, gradients)

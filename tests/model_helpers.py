@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: MIT
+"""Calls of the operator whose kernels are models, and their gradients; see the fixture `launched`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fla_flashqla import arch, chunk, chunk_gated_delta_rule
+from fla_flashqla.plan import Plan
+from fla_flashqla.testing import DIFFERENTIABLE, Case, make_inputs, relative_error
+
+SM90 = arch.DeviceFacts("cuda", -1, (9, 0), False, 132)
+PLAN = Plan("model", "float64", "float64", "float64", gradients=True)
+REHEARSE = chunk.rehearse_backward
+EXACT = 3e-6  # gates and states are float32
+
+
+def small(**fields: Any) -> dict[str, Any]:
+    wide = dict.fromkeys(("dtype", "g_dtype", "beta_dtype", "state_dtype"), "float64")
+    return make_inputs(Case(**{"K": 8, "V": 6, "T": 70, **wide, **fields}))
+
+
+def any_sign(beta: torch.Tensor) -> torch.Tensor:
+    """The same step sizes, every third of them negative and some zero."""
+    i = torch.arange(beta.numel(), device=beta.device).view(beta.shape)
+    return torch.where(i % 3 == 1, -beta, beta).masked_fill(i % 11 == 5, 0.0)
+
+
+def trained(inputs: dict[str, Any], names: tuple[str, ...] = DIFFERENTIABLE) -> dict[str, Any]:
+    """Fresh leaves of the same values, of which `names` require a gradient."""
+    return {
+        n: x.detach().clone().requires_grad_(n in names) if n in DIFFERENTIABLE else x
+        for n, x in inputs.items()
+    }
+
+
+def gradients(
+    inputs: dict[str, Any],
+    do: torch.Tensor | None,
+    dht: torch.Tensor | None,
+    names: tuple[str, ...] = DIFFERENTIABLE,
+    operator: Any = chunk_gated_delta_rule,
+) -> dict[str, torch.Tensor]:
+    leaves = trained(inputs, names)
+    results = operator(**leaves)
+    pairs = [(x, dx.to(x)) for x, dx in zip(results, (do, dht), strict=True) if dx is not None]
+    torch.autograd.backward(*zip(*pairs, strict=True))
+    return {n: leaves[n].grad for n in names if leaves.get(n) is not None}
+
+
+def compare(got: dict[str, Any], want: dict[str, Any], bound: float = EXACT) -> None:
+    for name, x in got.items():
+        error = relative_error(x, want[name])
+        assert error <= bound, f"d{name}: {error:.1e}"

@@ -241,33 +241,37 @@ def forward(
     B, T, H, K = q.shape
     HV, V = v.shape[2:]
     tokens = B * T
+    # The second kernel starts while the first still runs: between the two launches nothing may be copied, allocated or freed.
+    q, k, v = _packed(q, B, T, H, K), _packed(k, B, T, H, K), _packed(v, B, T, HV, V)
+    g, beta = g.contiguous(), beta.contiguous()
+    cu_seqlens = None if cu_seqlens is None else cu_seqlens.contiguous()
+    h0 = None if initial_state is None else initial_state.float().contiguous()
     at = _Layout.of(B, T, cu_seqlens)
-    q, k = _packed(q, B, T, H, K), _packed(k, B, T, H, K)
     normalize_k = use_qk_l2norm_in_kernel
     if normalize_k and plan.dtype == "float16":
         # The kernels multiply U by 1 / |k| and round it: float16 has no such small numbers for long keys.
         k, normalize_k = _normalized(k), False
-    r, gates, o = prepare(
-        plan, q, k, v, g, beta, abs(scale), use_qk_l2norm_in_kernel, normalize_k, cu_seqlens
-    )
-    unused = gates.view(-1)  # stands in for what is not there
     final_state = None
     if output_final_state:
         shape = (at.N, HV, V, K) if state_v_first else (at.N, HV, K, V)
         final_state = torch.empty(shape, dtype=torch.float32, device=q.device)
+    r, gates, o = prepare(
+        plan, q, k, v, g, beta, abs(scale), use_qk_l2norm_in_kernel, normalize_k, cu_seqlens
+    )
+    unused = gates.view(-1)  # stands in for what is not there
     kernels = build(plan)
     (kernels.forward if plan.splits == 1 else kernels.forward_halves)(
         q.view(tokens, H, K),
         k.view(tokens, H, K),
-        _packed(v, tokens, HV, V),
+        v.view(tokens, HV, V),
         r,
         gates,
         at.cu_or(gates),
-        unused if initial_state is None else initial_state.float().contiguous().view(-1),
+        unused if h0 is None else h0.view(-1),
         o.view(tokens, HV, V),
         unused if final_state is None else final_state.view(-1),
         *(at.seqlen, at.cu_step, at.N, HV, HV // H),
-        *(int(initial_state is not None), int(output_final_state)),
+        *(int(h0 is not None), int(output_final_state)),
         *((1, K) if state_v_first else (V, 1)),
         int(plan.longest_first),
     )

@@ -9,11 +9,17 @@ import kernel_models
 import pytest
 import torch
 from model_helpers import REHEARSE, compare, gradients, small, trained
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import fla_flashqla
 from fla_flashqla import api, chunk, chunk_gated_delta_rule, reference
-from fla_flashqla.testing import DIFFERENTIABLE, Case, make_inputs, make_output_gradients
+from fla_flashqla.testing import (
+    DIFFERENTIABLE,
+    Case,
+    make_inputs,
+    make_output_gradients,
+)
 
 pytestmark = pytest.mark.usefixtures("launched")
 
@@ -31,6 +37,36 @@ def test_flashqla_autograd_keeps_no_graph_unasked(launched: list[str]) -> None:
     ran = fla_flashqla.dispatch_report()["ran"]
     assert ran == {"forward sm90 bfloat16": 3}
     assert {key[0] for key in api._kernels} == {"forward", "backward"}
+
+
+class Record(TorchDispatchMode):
+    """Names of the operators that run, views apart."""
+
+    def __init__(self, names: list[str]) -> None:
+        super().__init__()
+        self.names = names
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not torch.ops.aten.view.default and func is not torch.ops.aten.view.dtype:
+            self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_flashqla_forward_launches_follow_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second kernel starts while the first runs: no copy between them, and no memory freed and given to it."""
+    seen: list[str] = []
+    names = chunk.Kernels._fields
+    kernels = chunk.Kernels(*(lambda *_, name=name: seen.append(name) for name in names))
+    monkeypatch.setattr(chunk, "build", lambda plan: kernels)
+    x = make_inputs(
+        Case(lens=(70, 0, 5), state_dtype="bfloat16", cu_dtype="int64", dtype="float16")
+    )
+    wide = {n: x[n].repeat_interleave(2, -1)[..., ::2] for n in ("q", "k", "v", "g", "beta")}
+    wide["cu_seqlens"] = x["cu_seqlens"].repeat_interleave(2)[::2]
+    wide["initial_state"] = x["initial_state"].mT.contiguous().mT
+    with torch.no_grad(), Record(seen):
+        chunk_gated_delta_rule(**{**x, **wide, "use_qk_l2norm_in_kernel": True})
+    assert seen[-2:] == ["prepare_single", "forward_halves"], seen
 
 
 def test_flashqla_autograd_builds_no_backward_for_inference() -> None:

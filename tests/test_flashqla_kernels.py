@@ -17,10 +17,10 @@ WARPS = pytest.mark.parametrize("warps", [1, 4])
 
 
 def prepared(x, lens, warps):
-    """R [chunks, HV, C, C] and the gate vectors [chunks, HV, 6, C], chunk by chunk."""
+    """R [chunks, HV, C, C] and the gate vectors [chunks, HV, 8, C], chunk by chunk."""
     q, k, v, g, beta = (x[n] for n in ("q", "k", "v", "g", "beta"))
     plan = Plan("sm90", *(str(t.dtype).removeprefix("torch.") for t in (q, g, beta)))
-    plan = dataclasses.replace(plan, warps=warps)
+    plan = dataclasses.replace(plan, warps=warps, gradients=True)
     with poisoned_memory():
         r, gates, _ = chunk.prepare(
             plan, q, k, v, g, beta, 0.5,
@@ -52,7 +52,7 @@ def expected(x, lens):
             full = torch.eye(C, dtype=torch.float64, device=k.device).repeat(HV, 1, 1)
             full[:, :n, :n] = torch.linalg.inv(M) * b.sign()[..., None]
             r.append(full)
-            e = torch.zeros(HV, 6, C, dtype=torch.float64, device=k.device)
+            e = torch.zeros(HV, 8, C, dtype=torch.float64, device=k.device)
             log2 = 1 / torch.tensor(2.0).double().log()
             last = gc[:, -1:]
             e[:, :5, :n] = torch.stack(
@@ -60,7 +60,8 @@ def expected(x, lens):
                 + [(gc + fq.log()) * log2, (gc - (f * 0.5 * b.abs()).log()) * log2],
                 1,
             )
-            e[:, 5, 0] = last[:, 0].exp()
+            e[:, 5, 0], e[:, 5, 1] = last[:, 0].exp(), last[:, 0] * log2
+            e[:, 6, :n], e[:, 7, :n] = (gc - f.log()) * log2, b
             gates.append(e)
         bos += length
     return torch.stack(r), torch.stack(gates)
@@ -102,10 +103,13 @@ def compare(x, lens, dtype, warps):
     # rounding to the dtype alone leaves 0.29 eps on average
     assert relative_error(r, want_r) <= 0.5 * torch.finfo(getattr(torch, dtype)).eps
     assert ((r - want_r).abs().amax((-1, -2)) <= 4e-3 * want_r.abs().amax((-1, -2)) + 1e-6).all()
-    gates[:, :, 5, 1:] = 0  # not written
-    for row in (0, 1, 2, 5):
+    gates[:, :, 5, 2:] = 0  # not written
+    for row in (0, 1, 2, 7):
         assert relative_error(gates[:, :, row], want_gates[:, :, row]) <= 2e-6, row
-    for row in (3, 4):  # sums of logarithms: what counts is the error of an exponent
+    decay, want_decay = (x[:, :, 5] for x in (gates, want_gates))
+    assert relative_error(decay[..., 0], want_decay[..., 0]) <= 2e-6
+    assert relative_error(decay[..., 1], want_decay[..., 1]) <= 2e-6
+    for row in (3, 4, 6):  # sums of logarithms: what counts is the error of an exponent
         want = want_gates[:, :, row]
         error = (gates[:, :, row] - want).abs()
         assert (error <= 1e-6 + 2e-6 * want.abs().amax(-1, keepdim=True)).all(), row

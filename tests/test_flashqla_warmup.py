@@ -61,4 +61,4 @@ def test_flashqla_warmup_of_the_backward(
     monkeypatch.setattr(chunk, "build", lambda plan: built.append("forward"))
     monkeypatch.setattr(chunk, "build_backward", lambda plan: built.append("backward"))
     assert cli.main(["warmup", "--beta-dtype", "float32", *arguments]) == 0
-    assert built == ["forward"] if arguments else ["forward", "backward"]
+    assert built == (["forward"] if arguments else ["forward", "backward"])

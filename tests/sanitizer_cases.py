@@ -14,18 +14,21 @@ from fla_flashqla.testing import (
     relative_error,
 )
 
-# Tails, an empty sequence, rows behind the last boundary, and enough chunks to use each stage more than twice; few chains (half
-# a head a block) and many.
+# Tails, an empty sequence, rows behind the last boundary, negative betas, and enough chunks to use each of three stages more than
+# twice; few chains (half a head a block) and many; in the last, blocks of `gradients.py` take several items, tails among them, and
+# sequences start in the order of their lengths.
 CASES = (
-    Case(1, 2, B=1, T=450),
-    Case(1, 2, lens=(1, 64, 0, 70, 448), tail=3, l2norm=True, dtype="float16"),
-    Case(1, 2, lens=(1, 64, 0, 450, *[5] * 40), tail=3, l2norm=True),
+    Case(1, 2, B=1, T=580),
+    Case(1, 2, lens=(1, 64, 0, 70, 580), tail=3, l2norm=True, dtype="float16"),
+    Case(1, 2, lens=(1, 64, 0, 580, *[5] * 40), tail=3, l2norm=True),
     Case(2, 10, B=7, T=130, state_v_first=True, dtype="float16"),
+    Case(16, 16, lens=(70, 0, 130, *[70] * 7)),
 )
 
 if __name__ == "__main__":
     for case in CASES:
         inputs = make_inputs(case, "cuda")
+        inputs["beta"][:, 5::7] *= -1
         with torch.no_grad():
             o, _ = chunk_gated_delta_rule(**inputs)
         end = None if case.lens is None else sum(case.lens)

@@ -23,7 +23,7 @@ and summed over the value heads, with the l2norm's derivative where it is on (r^
 
 Two tokens' share of dgc enters the sum of dg with both signs and cancels unless g lies between them. That holds after rounding as
 well, if the rounded F of the row's side and of the column's are the same numbers: therefore b, which is beta there and can yet
-be divided by. With F rounded without beta, dg is three to ten times less accurate.
+be divided by (docs/backward.md).
 
 Roles: three warpgroups as named above; in the fourth, one warp loads, one makes sums and stores dg and dbeta, two take the inner
 product of S and dS. Everything is 32-bit but for operands of products.

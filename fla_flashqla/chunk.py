@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from fla_flashqla.plan import Plan
 
 CHUNK = 64
+L2NORM_EPS = 1e-6  # FLA's
 
 
 class Kernels(NamedTuple):
@@ -108,13 +109,13 @@ def _packed(x: torch.Tensor, *shape: int) -> torch.Tensor:
 def _normalized(x: torch.Tensor) -> torch.Tensor:
     """l2norm over the last dimension as FLA defines it."""
     wide = x.float()
-    return (wide * (wide.square().sum(-1, keepdim=True) + 1e-6).rsqrt()).to(x.dtype)
+    return (wide * (wide.square().sum(-1, keepdim=True) + L2NORM_EPS).rsqrt()).to(x.dtype)
 
 
 def _normalized_backward(x: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
     """Gradient of x from that of `_normalized(x)`; 0 where that is 0, whatever x holds."""
     wide, wide_dy = x.float(), dy.float()
-    r = (wide.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
+    r = (wide.square().sum(-1, keepdim=True) + L2NORM_EPS).rsqrt()
     dx = r * (wide_dy - wide * (r * (wide * r * wide_dy).sum(-1, keepdim=True)))
     nothing = (dy == 0).all(-1, keepdim=True)  # rows behind the last boundary: x is anybody's
     return dx.masked_fill(nothing, 0.0).to(x.dtype)

@@ -11,6 +11,8 @@ import torch
 import fla_flashqla
 from fla_flashqla.testing import BOUNDS, oracle, relative_error
 
+# Empty sequences first, last, beside each other; tails of every kind.
+LENS = (0, 1, 63, 0, 0, 64, 65, 127, 128, 300, 0)
 DEVICE = "cuda"
 FLA_FACTOR = 1.5  # our error may be so much larger than that of FLA's Triton forward
 ROWS = ("q", "k", "v", "g", "beta")

@@ -8,7 +8,7 @@ from unittest import mock
 import kernel_models
 import pytest
 import torch
-from gpu_helpers import DEVICE, ROWS, answered, poisoned_memory, used_rows
+from gpu_helpers import DEVICE, LENS, ROWS, answered, poisoned_memory, used_rows
 from model_helpers import any_sign
 from torch.utils.checkpoint import checkpoint
 
@@ -30,7 +30,6 @@ pytestmark = [pytest.mark.gpu, pytest.mark.sm90, pytest.mark.fla]
 
 DTYPE = pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 GATES = pytest.mark.parametrize("gates", ["published", "strong", "zero"])
-LENS = (0, 1, 63, 0, 0, 64, 65, 127, 128, 300, 0)  # as test_flashqla_forward.py
 SUBSETS = [s for n in range(1, 7) for s in itertools.combinations(DIFFERENTIABLE, n)]
 
 

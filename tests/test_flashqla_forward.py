@@ -5,6 +5,7 @@ import pytest
 import torch
 from gpu_helpers import (
     DEVICE,
+    LENS,
     ROWS,
     assert_same,
     check,
@@ -22,8 +23,6 @@ pytestmark = [pytest.mark.gpu, pytest.mark.sm90, pytest.mark.fla]
 
 DTYPE = pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 GATES = pytest.mark.parametrize("gates", ["strong", "mild", "zero"])
-# Empty sequences first, last, beside each other; tails of every kind.
-LENS = (0, 1, 63, 0, 0, 64, 65, 127, 128, 300, 0)
 
 
 def cases(*cases):

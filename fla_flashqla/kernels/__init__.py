@@ -5,6 +5,7 @@ import contextlib
 import logging
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from fla_flashqla.report import logger
@@ -12,6 +13,12 @@ from fla_flashqla.report import logger
 SM90 = {"kind": "cuda", "arch": "sm_90a"}
 # A kernel takes some 20 s, more on a busy machine; one that hangs must not stop all others for good.
 LOCK_TIMEOUT_S = 600.0
+
+
+def device_functions(name: str) -> str:
+    """CUDA source for a kernel's `prelude`: common.cuh, then the file `name`."""
+    here = Path(__file__).parent
+    return (here / "common.cuh").read_text() + (here / name).read_text()
 
 
 def compile_kernel(

@@ -1,10 +1,5 @@
 // SPDX-License-Identifier: MIT
 // Device functions of the kernels that run along a chain of chunks: forward.py, states.py and reverse.py.
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
-// Keeps ordinary shared-memory accesses on their side of a barrier, whose instructions name no memory.
-__device__ __forceinline__ void gdr_order() { asm volatile("" ::: "memory"); }
 
 // Whether a barrier has passed the phase of this parity. The answer can be asked for early and used late.
 __device__ __forceinline__ int gdr_test(void* barrier, int parity) {
@@ -18,19 +13,6 @@ __device__ __forceinline__ int gdr_test(void* barrier, int parity) {
 }
 
 namespace gdr {
-
-__device__ __forceinline__ unsigned pack(float x, float y, __nv_bfloat16) {
-  const __nv_bfloat162 p = __floats2bfloat162_rn(x, y);
-  return *reinterpret_cast<const unsigned*>(&p);
-}
-__device__ __forceinline__ unsigned pack(float x, float y, __half) {
-  const __half2 p = __floats2half2_rn(x, y);
-  return *reinterpret_cast<const unsigned*>(&p);
-}
-__device__ __forceinline__ float2 unpack(unsigned u, __nv_bfloat16) {
-  return make_float2(__uint_as_float(u << 16), __uint_as_float(u & 0xffff0000u));
-}
-__device__ __forceinline__ float2 unpack(unsigned u, __half) { return __half22float2(*reinterpret_cast<__half2*>(&u)); }
 
 // A tile [64 tokens, 64 columns] of a warpgroup lies in rows of 128 bytes, swizzled as TMA does. Where this lane's rows of 8 x 8
 // blocks begin for ldmatrix.trans and stmatrix.trans, which make of it the transposed tile in accumulator order; 16 tokens

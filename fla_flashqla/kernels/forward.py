@@ -41,11 +41,11 @@ else that is read was complete before `prepare.py` began, which waits for all be
 """
 
 from functools import partial
-from pathlib import Path
 
 import tilelang
 import tilelang.language as T
 
+from fla_flashqla.kernels import device_functions
 from fla_flashqla.kernels.prepare import (
     CHAIN_ROWS,
     CHUNK,
@@ -106,7 +106,7 @@ def forward_kernel(dtype: str, warpgroups: int = 2):
     f32 = "float32"
     full_row = T.GemmWarpPolicy.FullRow
     matmul = partial(T.wgmma_gemm, transpose_B=True, policy=full_row)
-    source = Path(__file__).with_name("chain.cuh").read_text()
+    source = device_functions("chain.cuh")
     Tn, H, HV, NSLOT, NCU, NH0, NHT = (
         T.dynamic(n) for n in ("Tn", "H", "HV", "NSLOT", "NCU", "NH0", "NHT")
     )

@@ -1,7 +1,5 @@
 // SPDX-License-Identifier: MIT
 // Device functions of gradients.py.
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
 
 namespace gdr {
 constexpr int CHUNK = 64;
@@ -9,9 +7,6 @@ constexpr int CHUNK = 64;
 enum : int { PR = 3 * CHUNK, DECAY = 5 * CHUNK, GC = 6 * CHUNK, BETA = 7 * CHUNK };
 enum : int { SUM_Z = 2 * CHUNK, SUM_BETA = 3 * CHUNK, SUM_BB = 4 * CHUNK, SUM_DECAY = 5 * CHUNK + 2 };
 }  // namespace gdr
-
-// Keeps ordinary shared-memory accesses on their side of a barrier, whose instructions name no memory.
-__device__ __forceinline__ void gdr_order() { asm volatile("" ::: "memory"); }
 
 // The sequence that a chunk slot belongs to: the last whose first slot is not behind it, `sequences` if it lies behind all. To `rows`,
 // the chunk's first row and how many of its rows are the sequence's (or behind all; none or less if the slot has no chunk).
@@ -32,19 +27,6 @@ __device__ __forceinline__ int gdr_find(const int* cu, int step, int seqlen, int
 }
 
 namespace gdr {
-
-__device__ __forceinline__ unsigned pack(float x, float y, __nv_bfloat16) {
-  const __nv_bfloat162 p = __floats2bfloat162_rn(x, y);
-  return *reinterpret_cast<const unsigned*>(&p);
-}
-__device__ __forceinline__ unsigned pack(float x, float y, __half) {
-  const __half2 p = __floats2half2_rn(x, y);
-  return *reinterpret_cast<const unsigned*>(&p);
-}
-__device__ __forceinline__ float2 unpack(unsigned u, __nv_bfloat16) {
-  return make_float2(__uint_as_float(u << 16), __uint_as_float(u & 0xffff0000u));
-}
-__device__ __forceinline__ float2 unpack(unsigned u, __half) { return __half22float2(*reinterpret_cast<__half2*>(&u)); }
 
 // The thread's index in its warpgroup. What is derived from it is derived anew each time: kept across the loop, all the addresses
 // would take more registers than there are.
@@ -217,19 +199,6 @@ __device__ __forceinline__ void rows(const float* x, void* out, int stride, int 
       if (r < valid) *reinterpret_cast<uint4*>(to + 16 * m) = make_uint4(w[0], w[1], w[2], w[3]);
     }
   }
-}
-
-__device__ __forceinline__ void mma(float (&d)[4], const unsigned (&l)[4], unsigned r0, unsigned r1, __nv_bfloat16) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-      : "r"(l[0]), "r"(l[1]), "r"(l[2]), "r"(l[3]), "r"(r0), "r"(r1));
-}
-__device__ __forceinline__ void mma(float (&d)[4], const unsigned (&l)[4], unsigned r0, unsigned r1, __half) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-      : "r"(l[0]), "r"(l[1]), "r"(l[2]), "r"(l[3]), "r"(r0), "r"(r1));
 }
 
 // This lane's share of the sum of a o b over half of the columns of two tiles [128, 128], by one warp: that sum is the trace of

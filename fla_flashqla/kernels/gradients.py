@@ -58,11 +58,11 @@ stored, nor summed up. Slots behind the last sequence zero all gradients (dv too
 """
 
 from functools import partial
-from pathlib import Path
 
-import tilelang
 import tilelang.language as T
 
+from fla_flashqla.kernels import device_functions
+from fla_flashqla.kernels.forward import PASS_CONFIGS
 from fla_flashqla.kernels.prepare import (
     CHUNK,
     GATE_O,
@@ -72,19 +72,12 @@ from fla_flashqla.kernels.prepare import (
     L2NORM_EPS,
 )
 
+__all__ = ["PASS_CONFIGS", "REGISTERS", "gradients_kernel"]
 STAGES = 2
 REGISTERS = (160, 160, 152, 40)  # a thread, by warpgroup
 # row sums of a head: Q . dQ, K . dK+, K . Z beta / b, dbeta, K . dK-; in the last, <S, dS> in two parts and the decay
 SUM_Q, SUM_K, SUM_Z, SUM_BETA, SUM_BB, SUM_DOT = range(6)
 SUM_ROWS = 6
-
-PASS_CONFIGS = {
-    tilelang.PassConfigKey.TL_ENABLE_FAST_MATH: True,
-    tilelang.PassConfigKey.TL_DISABLE_THREAD_STORAGE_SYNC: True,  # the barriers above are the whole protocol
-    "tl.disable_shared_memory_reuse": True,  # the planner does not see concurrent warpgroups
-    "tl.disable_safe_memory_legalize": True,  # indices are in range by construction
-    "tl.disable_buffer_init_check": True,  # it does not see what device functions write
-}
 
 
 def gradients_kernel(dtype: str, g_dtype: str, beta_dtype: str):
@@ -103,7 +96,7 @@ def gradients_kernel(dtype: str, g_dtype: str, beta_dtype: str):
     matmul = partial(T.wgmma_gemm, policy=T.GemmWarpPolicy.FullRow)
     call = partial(T.call_extern, "handle")
     find = partial(T.call_extern, "int32", "gdr_find")
-    source = Path(__file__).with_suffix(".cuh").read_text()
+    source = device_functions("gradients.cuh")
     Tn, H, HV, NSLOT, NCU = (T.dynamic(n) for n in ("Tn", "H", "HV", "NSLOT", "NCU"))
 
     # pointers "to read", also where a device function writes, keep TileLang from adding fences

@@ -9,8 +9,6 @@
 // product the right operand of the next without leaving registers: the accumulator layout of Z is the right-operand layout of Z^T.
 // Operands are split into a high and a low bfloat16 half, three products each (relative error about 2^-16): single halves lose
 // their digits to the condition of I + L (equal keys, beta near 2, keys that are not normalised).
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
 
 namespace gdr {
 
@@ -29,28 +27,9 @@ struct Split {  // four registers each: a left operand, or the right operands of
   unsigned hi[4], lo[4];
 };
 
-__device__ __forceinline__ unsigned pack(float x, float y) {
-  __nv_bfloat162 p = __floats2bfloat162_rn(x, y);
-  return *reinterpret_cast<unsigned*>(&p);
-}
-
 __device__ __forceinline__ void split2(float x, float y, unsigned& hi, unsigned& lo) {
-  hi = pack(x, y);
-  lo = pack(x - __uint_as_float(hi << 16), y - __uint_as_float(hi & 0xffff0000u));
-}
-
-// d += left (16 x 16) times right (16 x 8)
-__device__ __forceinline__ void mma(float (&d)[4], const unsigned (&l)[4], unsigned r0, unsigned r1, __nv_bfloat16) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-      : "r"(l[0]), "r"(l[1]), "r"(l[2]), "r"(l[3]), "r"(r0), "r"(r1));
-}
-__device__ __forceinline__ void mma(float (&d)[4], const unsigned (&l)[4], unsigned r0, unsigned r1, __half) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-      : "r"(l[0]), "r"(l[1]), "r"(l[2]), "r"(l[3]), "r"(r0), "r"(r1));
+  hi = pack(x, y, __nv_bfloat16());
+  lo = pack(x - __uint_as_float(hi << 16), y - __uint_as_float(hi & 0xffff0000u), __nv_bfloat16());
 }
 
 // d[t] += left times right tiles t = 0, 1
@@ -130,18 +109,6 @@ __device__ __forceinline__ Split right_l(const float* kk, const Gates& g, int I,
   return right_of(z);
 }
 
-template <typename T>
-__device__ __forceinline__ unsigned pack_out(float x, float y);
-template <>
-__device__ __forceinline__ unsigned pack_out<__nv_bfloat16>(float x, float y) {
-  return pack(x, y);
-}
-template <>
-__device__ __forceinline__ unsigned pack_out<__half>(float x, float y) {
-  __half2 p = __floats2half2_rn(x, y);
-  return *reinterpret_cast<unsigned*>(&p);
-}
-
 struct Rows {  // of a block: row lane / 4 and row lane / 4 + 8, four neighbouring columns
   float4 top, bottom;
 };
@@ -170,8 +137,8 @@ __device__ __forceinline__ void store(T* out, int I, int J, const Rows& x, const
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     const float4 a = h ? x.bottom : x.top, b = h ? y.bottom : y.top;
-    const uint2 left = make_uint2(pack_out<T>(a.x, a.y), pack_out<T>(a.z, a.w));
-    const uint2 right = make_uint2(pack_out<T>(b.x, b.y), pack_out<T>(b.z, b.w));
+    const uint2 left = make_uint2(pack(a.x, a.y, T()), pack(a.z, a.w, T()));
+    const uint2 right = make_uint2(pack(b.x, b.y, T()), pack(b.z, b.w, T()));
     const uint2 mine = odd ? right : left, send = odd ? left : right;
     const uint2 other = make_uint2(__shfl_xor_sync(~0u, send.x, 1), __shfl_xor_sync(~0u, send.y, 1));
     const uint2 first = odd ? other : mine, second = odd ? mine : other;

@@ -23,10 +23,10 @@ different sequences never overlap and `T // C + N + 1` are enough, so that neith
 counts. The slots behind the last sequence zero the rows of o behind the last boundary.
 """
 
-from pathlib import Path
-
 import tilelang
 import tilelang.language as T
+
+from fla_flashqla.kernels import device_functions
 
 CHUNK = 64
 HEAD = 128  # K = V
@@ -58,7 +58,7 @@ def prepare_kernel(dtype: str, g_dtype: str, beta_dtype: str, warps: int = 4):
     """
     C, D, W = CHUNK, HEAD, warps
     f32 = "float32"
-    source = f"#define GDR_WARPS {W}\n" + Path(__file__).with_suffix(".cuh").read_text()
+    source = f"#define GDR_WARPS {W}\n" + device_functions("prepare.cuh")
     Tn, H, HV, NSLOT, NCU = (T.dynamic(n) for n in ("Tn", "H", "HV", "NSLOT", "NCU"))
 
     @T.prim_func

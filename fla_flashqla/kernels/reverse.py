@@ -43,11 +43,11 @@ before dY is made, and dO^T o o before E is issued, because ptxas otherwise has 
 """
 
 from functools import partial
-from pathlib import Path
 
 import tilelang
 import tilelang.language as T
 
+from fla_flashqla.kernels import device_functions
 from fla_flashqla.kernels.forward import PASS_CONFIGS, REGISTERS, STAGES, clean, land
 from fla_flashqla.kernels.prepare import (
     CHAIN_ROWS,
@@ -79,7 +79,7 @@ def reverse_kernel(dtype: str, warpgroups: int = 2):
     f32 = "float32"
     full_row = T.GemmWarpPolicy.FullRow
     matmul = partial(T.wgmma_gemm, policy=full_row)
-    source = Path(__file__).with_name("chain.cuh").read_text()
+    source = device_functions("chain.cuh")
     Tn, H, HV, NSLOT, NCU, NHT, NH0 = (
         T.dynamic(n) for n in ("Tn", "H", "HV", "NSLOT", "NCU", "NHT", "NH0")
     )

@@ -30,11 +30,11 @@ the warps that store them, as in `forward.py`.
 """
 
 from functools import partial
-from pathlib import Path
 
 import tilelang
 import tilelang.language as T
 
+from fla_flashqla.kernels import device_functions
 from fla_flashqla.kernels.forward import PASS_CONFIGS, STAGES, clean, land
 from fla_flashqla.kernels.prepare import (
     CHAIN_ROWS,
@@ -63,7 +63,7 @@ def states_kernel(dtype: str, warpgroups: int = 2):
     f32 = "float32"
     full_row = T.GemmWarpPolicy.FullRow
     matmul = partial(T.wgmma_gemm, transpose_B=True, policy=full_row)
-    source = Path(__file__).with_name("chain.cuh").read_text()
+    source = device_functions("chain.cuh")
     Tn, H, HV, NSLOT, NCU, NH0 = (T.dynamic(n) for n in ("Tn", "H", "HV", "NSLOT", "NCU", "NH0"))
 
     @T.prim_func

@@ -216,7 +216,12 @@ def measure(provider: Provider, case: Case, device: str, errors: bool) -> Record
             raise RuntimeError("it has no backward")
         found: Record = {}
         if errors and case.step == "fwd":
-            found["rel_l2"] = relative_errors(inputs, *provider.restore(*outputs))
+            results = dict(zip(("o", "final_state"), provider.restore(*outputs), strict=True))
+            found["rel_l2"] = relative_errors(inputs, results)
+        elif errors:
+            gradients = torch.autograd.grad(outputs, leaves, grads)
+            results = dict(zip(DIFFERENTIATED, gradients, strict=True))
+            found["rel_l2"] = relative_errors(inputs, results, grads)
         del outputs
         if case.mode == "warm":
             make()()
@@ -225,17 +230,37 @@ def measure(provider: Provider, case: Case, device: str, errors: bool) -> Record
         return found | {"ms": TIMERS[case.mode](make)}
 
 
-def relative_errors(inputs: Inputs, o: Tensor, ht: Tensor) -> dict[str, float]:
-    """Relative L2 errors against float64 on the first and the last value head."""
+def relative_errors(
+    inputs: Inputs, results: dict[str, Tensor], grads: Outputs | None = None
+) -> dict[str, float]:
+    """Relative L2 errors against float64 on the first and the last q/k head and their value heads.
+
+    Args:
+        inputs (dict):
+            Keyword arguments of the call.
+        results (dict):
+            Its o and final_state, or the gradients of `inputs`, by name.
+        grads (tuple, Optional):
+            Gradients of o and final_state, if the results are gradients.
+    """
     H, HV = inputs["q"].shape[2], inputs["v"].shape[2]
-    heads = [0, HV - 1]
-    part = inputs | {name: inputs[name][:, :, heads] for name in ("v", "g", "beta")}
-    part |= {name: inputs[name][:, :, [i // (HV // H) for i in heads]] for name in ("q", "k")}
-    part["initial_state"] = inputs["initial_state"][:, heads]
-    want_o, want_ht = testing.oracle(part)
-    assert want_ht is not None
-    pairs = {"o": (o[:, :, heads], want_o), "final_state": (ht[:, heads], want_ht)}
-    return {name: float(f"{testing.relative_error(*pair):.3g}") for name, pair in pairs.items()}
+    groups = torch.arange(HV).view(H, -1)[[0, -1] if H > 1 else [0]].flatten().tolist()
+
+    def part(name: str, x: Tensor) -> Tensor:
+        if name in ("q", "k"):
+            return x[:, :, [0, H - 1] if H > 1 else [0]]
+        return x[:, groups] if name in ("initial_state", "final_state") else x[:, :, groups]
+
+    exact = inputs | {name: part(name, inputs[name]).detach() for name in DIFFERENTIATED}
+    if grads is None:
+        want = dict(zip(("o", "final_state"), testing.oracle(exact), strict=True))
+    else:
+        do, dht = part("o", grads[0]), part("final_state", grads[1])
+        want = testing.oracle_gradients(exact, do, dht)
+    return {
+        name: float(f"{testing.relative_error(part(name, x), want[name]):.3g}")
+        for name, x in results.items()
+    }
 
 
 def works(device: str) -> bool:
@@ -346,7 +371,7 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument("--eager", action="store_true", help="time the host: [issue, complete] in ms")
     mode.add_argument("--warm", action="store_true", help="only fill the compilers' caches: s")
-    add("--errors", action="store_true", help="forward errors against float64, on two heads")
+    add("--errors", action="store_true", help="errors against float64, on two q/k heads")
     add("--json", action="store_true", help="print the records to standard output")
     add("--out", type=Path, help="append the records to this file")
     add("--resume", action="store_true", help="leave out what --out has from this environment")

@@ -12,7 +12,8 @@ are measurements of other kinds, which nothing here reads. Optional keys:
     mode     "graph" (default): ms of a CUDA-graph replay; "warm": seconds of a first call;
              "eager": [ms in which the host issues a call, ms until the call is complete]
     error    {provider: why it has no time}
-    rel_l2   {provider: {output: relative L2 error against float64 on two heads}}
+    rel_l2   {provider: {output, or input for its gradient: relative L2 error against float64}},
+             on the first and the last q/k head and their value heads
 """
 
 from __future__ import annotations

@@ -203,6 +203,22 @@ def test_flashqla_bench_flashinfer_conventions(monkeypatch: pytest.MonkeyPatch) 
         assert 0 < row["rel_l2"][name]["final_state"] < 1e-5
 
 
+@pytest.mark.parametrize("heads", ["1:2", "3:6"])
+def test_flashqla_bench_gradient_errors(heads: str) -> None:
+    """Small for the reference in the inputs' dtypes, and that of a wrong gradient shows its name."""
+
+    def wrong(v: Any, **rest: Any) -> Any:
+        return reference.chunk_gated_delta_rule(v=v.detach() + 0.5 * (v - v.detach()), **rest)
+
+    providers = {"fla": REFERENCE, "ours": bench.Provider(wrong)}
+    (row,) = measure(providers, CASE._replace(heads=heads, step="bwd"), errors=True)
+    right, halved = row["rel_l2"]["fla"], row["rel_l2"]["ours"]
+    assert right.keys() == halved.keys() == set(bench.DIFFERENTIATED)
+    assert all(0 < error < 8e-3 for error in right.values())
+    assert halved.pop("v") == pytest.approx(0.5, rel=1e-2)
+    assert all(0 < error < 8e-3 for error in halved.values())
+
+
 # Files
 
 

@@ -1,5 +1,10 @@
 # SPDX-License-Identifier: MIT
-"""Small calls of every kernel for compute-sanitizer: `compute-sanitizer --tool memcheck python tests/sanitizer_cases.py`."""
+"""Small calls of every kernel for compute-sanitizer: `compute-sanitizer --tool memcheck python tests/sanitizer_cases.py`.
+
+Numbers behind it choose cases, as racecheck takes minutes for each.
+"""
+
+import sys
 
 import torch
 
@@ -26,7 +31,8 @@ CASES = (
 )
 
 if __name__ == "__main__":
-    for case in CASES:
+    for number in map(int, sys.argv[1:] or range(len(CASES))):
+        case = CASES[number]
         inputs = make_inputs(case, "cuda")
         inputs["beta"][:, 5::7] *= -1
         with torch.no_grad():

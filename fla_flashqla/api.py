@@ -6,11 +6,12 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from fla_flashqla import arch, autograd, chunk, reference, report
+from fla_flashqla import arch, autograd, chunk, env, reference, report, segments
 from fla_flashqla.call import Unsupported, describe
 from fla_flashqla.plan import Plan, Reference, Refusal, plan
 from fla_flashqla.report import logger
@@ -30,16 +31,17 @@ Key = tuple[str, ...]  # a step of a plan, and what is compiled together for it
 class _Kernels:
     """What this process knows about kernels that are compiled together."""
 
-    __slots__ = ("path", "proven", "refused")
+    __slots__ = ("otherwise", "path", "proven", "refused")
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, otherwise: str) -> None:
         self.path = path
+        self.otherwise = otherwise
         self.proven: set[Place] = set()  # has run: a later error is not hidden, and all is loaded
         self.refused: dict[Place | None, str] = {}  # has failed, why; None: nothing was built
 
     def fail(self, place: Place | None, what: str, error: Exception) -> None:
         cause = self.refused[place] = f"{self.path} {what}: {_summary(error)}"
-        logger.warning("%s; such calls are left to FLA from now on", cause)
+        logger.warning("%s; %s from now on", cause, self.otherwise)
         logger.debug("%s", cause, exc_info=error)
 
 
@@ -52,6 +54,8 @@ def _summary(error: Exception) -> str:
 
 
 _kernels: dict[Key, _Kernels] = {}
+_OTHERWISE = dict.fromkeys(("forward", "backward"), "such calls are left to FLA")
+_OTHERWISE["segments"] = "sequences stay whole"
 _build_lock = threading.Lock()
 
 
@@ -68,10 +72,13 @@ def _build(step: str, plan: Plan) -> _Kernels:
     with _build_lock:
         kernels = _kernels.get(plan.key(step))
         if kernels is None:
-            kernels = _Kernels(plan.path(step))
+            kernels = _Kernels(plan.path(step), _OTHERWISE[step])
             logger.info("compiling %s, or reading it from TileLang's cache", kernels.path)
             try:
-                (chunk.build if step == "forward" else chunk.build_backward)(plan)
+                if step == "segments":
+                    segments.build(plan)
+                else:
+                    (chunk.build if step == "forward" else chunk.build_backward)(plan)
             except Exception as error:
                 kernels.fail(None, "cannot be built", error)
             _kernels[plan.key(step)] = kernels
@@ -84,20 +91,35 @@ def _capturing() -> bool:
     return initialized and torch.cuda.is_current_stream_capturing()
 
 
+def _obstacle(step: str, plan: Plan, device_index: int) -> str | None:
+    """Why a step of a plan cannot run, else its kernels are built."""
+    kernels = _kernels.get(plan.key(step))
+    place = plan.blocks(step), plan.warps, device_index
+    if (kernels is None or place not in kernels.proven) and _capturing():
+        return "kernels must have run before a CUDA graph is captured with them"
+    refused = (kernels or _build(step, plan)).refused
+    return (refused.get(None) or refused.get(place)) if refused else None
+
+
+def _cut(plan: Plan, device_index: int) -> Plan:
+    """The plan as the user has it, without segments where they are off or cannot run."""
+    mode = env.segments()
+    if mode == "off" or _obstacle("segments", plan, device_index) is not None:
+        return replace(plan, segment=0, segment_splits=1)
+    return replace(plan, exact=True) if mode == "exact" else plan
+
+
 def decide(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Decision:
     """Say what answers a call; a plan is returned with its kernels built."""
     call = describe(*args, **kwargs)
     decision = plan(call)
     if isinstance(decision, Plan):
-        place = decision.splits, decision.warps, call.device_index
+        if decision.segment:
+            decision = _cut(decision, call.device_index)
         for step in decision.steps:
-            kernels = _kernels.get(decision.key(step))
-            if (kernels is None or place not in kernels.proven) and _capturing():
-                return Refusal("kernels must have run before a CUDA graph is captured with them")
-            kernels = kernels or _build(step, decision)
-            refused = kernels.refused
-            if refused and (cause := refused.get(None) or refused.get(place)):
-                return Refusal(cause)
+            reason = _obstacle(step, decision, call.device_index)
+            if reason is not None:
+                return Refusal(reason)
     return decision
 
 
@@ -113,8 +135,8 @@ def run(decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Re
     return result
 
 
-def _place(plan: Plan, device: torch.device) -> Place:
-    return plan.splits, plan.warps, arch.device_facts(device).device_index
+def _place(step: str, plan: Plan, device: torch.device) -> Place:
+    return plan.blocks(step), plan.warps, arch.device_facts(device).device_index
 
 
 def _launch(
@@ -122,7 +144,7 @@ def _launch(
 ) -> Any:
     """Call `launch`; the first failure of kernels that have not run yet is remembered."""
     kernels = _kernels[plan.key(step)]
-    place = _place(plan, device)
+    place = _place(step, plan, device)
     try:
         result = launch(*args)
     except torch.OutOfMemoryError:
@@ -160,6 +182,11 @@ def _forward(
     *_: Any,
     **__: Any,
 ) -> Result:
+    if plan.segment and _place("segments", plan, q.device) not in _kernels[plan.key("segments")].proven:
+        try:
+            _launch("segments", plan, q.device, segments.rehearse, plan, q.device)
+        except FirstLaunchError:
+            plan = replace(plan, segment=0, segment_splits=1)
     # The plan vouches that what is not passed on is at its default or restates what is.
     passed = (
         *(plan, q, k, v, g, beta, q.shape[-1] ** -0.5 if scale is None else float(scale)),
@@ -171,7 +198,7 @@ def _forward(
     )
     if plan.gradients:
         # FLA cannot take over in the middle of a training step, so what fails shall fail now.
-        if _place(plan, q.device) not in _kernels[plan.key("backward")].proven:
+        if _place("backward", plan, q.device) not in _kernels[plan.key("backward")].proven:
             _launch("backward", plan, q.device, chunk.rehearse_backward, plan, q.device)
         o, final_state = autograd.GatedDeltaRule.apply(_answer, *passed)  # type: ignore[no-untyped-call]
         return o, final_state

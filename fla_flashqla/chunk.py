@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from fla_flashqla import arch
+from fla_flashqla import arch, segments
 
 if TYPE_CHECKING:
     from fla_flashqla.plan import Plan
@@ -242,11 +242,12 @@ def forward(
     B, T, H, K = q.shape
     HV, V = v.shape[2:]
     tokens = B * T
-    # The second kernel starts while the first still runs: between the two launches nothing may be copied, allocated or freed.
+    # The recurrence starts while the kernel before it still runs: between the launches nothing may be copied, allocated or freed
+    # (what `segments` launches waits for all before it).
     q, k, v = _packed(q, B, T, H, K), _packed(k, B, T, H, K), _packed(v, B, T, HV, V)
     g, beta = g.contiguous(), beta.contiguous()
     cu_seqlens = None if cu_seqlens is None else cu_seqlens.contiguous()
-    h0 = None if initial_state is None else initial_state.float().contiguous()
+    h0 = None if initial_state is None else initial_state.float().contiguous().view(-1)
     at = _Layout.of(B, T, cu_seqlens)
     normalize_k = use_qk_l2norm_in_kernel
     if normalize_k and plan.dtype == "float16":
@@ -260,21 +261,20 @@ def forward(
         plan, q, k, v, g, beta, abs(scale), use_qk_l2norm_in_kernel, normalize_k, cu_seqlens
     )
     unused = gates.view(-1)  # stands in for what is not there
+    q, k, v = q.view(tokens, H, K), k.view(tokens, H, K), v.view(tokens, HV, V)
+    cu, lengths = at.cu_or(gates), (at.seqlen, at.cu_step, at.N)
+    strides = (1, K) if state_v_first else (V, 1)
+    if plan.segment:
+        h0 = segments.starts(plan, k, v, r, gates, cu, h0, lengths, strides)
     kernels = build(plan)
-    (kernels.forward if plan.splits == 1 else kernels.forward_halves)(
-        q.view(tokens, H, K),
-        k.view(tokens, H, K),
-        v.view(tokens, HV, V),
-        r,
-        gates,
-        at.cu_or(gates),
-        unused if h0 is None else h0.view(-1),
+    (kernels.forward if plan.blocks("forward") == 1 else kernels.forward_halves)(
+        *(q, k, v, r, gates, cu),
+        unused if h0 is None else h0,
         o.view(tokens, HV, V),
         unused if final_state is None else final_state.view(-1),
-        *(at.seqlen, at.cu_step, at.N, HV, HV // H),
-        *(int(h0 is not None), int(output_final_state)),
-        *((1, K) if state_v_first else (V, 1)),
-        int(plan.longest_first),
+        *(*lengths, HV, HV // H, int(h0 is not None), int(output_final_state), *strides),
+        int(plan.longest_first and not plan.segment),
+        *(plan.segment, segments.slots(plan, tokens, at.N)),
     )
     if scale < 0:  # the kernels take its logarithm
         o.neg_()

@@ -21,7 +21,12 @@ STRICT = Variable(
     "0",
     "1 turns every refusal and failure into an error instead of FLA's own path.",
 )
-VARIABLES = (SWITCH, STRICT)
+SEGMENTS = Variable(
+    "FLA_FLASH_QLA_CP",
+    "auto",
+    "Whether long sequences are cut and their segments run side by side: off, exact, or auto, which drops states that have decayed.",
+)
+VARIABLES = (SWITCH, STRICT, SEGMENTS)
 
 
 def enabled() -> bool:
@@ -30,3 +35,9 @@ def enabled() -> bool:
 
 def strict() -> bool:
     return os.environ.get(STRICT.name, STRICT.default) not in ("", "0")
+
+
+def segments() -> str:
+    """"off", "exact" or "auto", which any other value stands for."""
+    value = os.environ.get(SEGMENTS.name, SEGMENTS.default)
+    return value if value in ("off", "exact") else "auto"

@@ -30,6 +30,9 @@ class Plan:
     warps: int = 4  # a block of the preparation
     longest_first: bool = False  # whether sequences start in the order of their lengths
     gradients: bool = False  # whether a backward follows
+    segment: int = 0  # tokens of the segments into which the forward cuts sequences; 0: none
+    segment_splits: int = 1  # as `splits`, for those
+    exact: bool = False  # whether segments start from the whole state, whatever has decayed
 
     @property
     def compiled(self) -> tuple[str, ...]:
@@ -39,7 +42,12 @@ class Plan:
     @property
     def steps(self) -> tuple[str, ...]:
         """The steps that it needs, each of which is compiled when first needed."""
-        return ("forward", "backward") if self.gradients else ("forward",)
+        cut, trained = ("segments",) * bool(self.segment), ("backward",) * self.gradients
+        return "forward", *cut, *trained
+
+    def blocks(self, step: str) -> int:
+        """Blocks that share the V columns of a value head in a step."""
+        return self.segment_splits if step == "forward" and self.segment else self.splits
 
     def key(self, step: str) -> tuple[str, ...]:
         """What is compiled together for a step."""
@@ -90,7 +98,49 @@ def longest_first(varlen: bool, N: int, HV: int, sms: int) -> bool:
     return varlen and 1 < N <= 32 and sms < N * HV
 
 
-_plan = lru_cache(maxsize=None)(Plan)  # a handful: SMs x dtypes x the rest
+# Microseconds that decide how sequences are cut, rounded from benchmarks/results: of a chunk step with o, by how many blocks share
+# a head; of one without, for a whole head; of a round of blocks beside its chunks; of a segment in `combine.py`; of its launch and
+# that of `segments.py`.
+STEP_US = {1: 2.0, 2: 1.26}
+MAP_STEP_US = 1.3
+ROUND_US = 7.0
+COMBINE_STEP_US = 1.0
+CUT_US = 15.0
+WARM_UP = 4  # chunks that make a segment's start where states decay, as a guess
+MAX_SEGMENTS = 64  # of a sequence: they are combined one after the other
+
+
+@lru_cache(maxsize=1024)
+def segment(tokens: int, N: int, HV: int, sms: int) -> tuple[int, int]:
+    """Tokens of a segment and blocks that share a head of it, or (0, 1) where sequences stay whole.
+
+    Cut is only what is expected to be faster even if nothing decays (`segments.py` runs two chains a segment then), and so that the
+    mean of that case and of its opposite is shortest. Of packed sequences the host knows the mean length and no more, so they
+    count as equally long.
+    """
+    chunks, chains = -(-tokens // (N * CHUNK)), N * HV
+
+    def rounds(blocks: int) -> int:
+        return -(-blocks // sms)
+
+    def forward_us(chunks: int, chains: int) -> float:
+        shares = splits(chains, sms)
+        return rounds(chains * shares) * (chunks * STEP_US[shares] + ROUND_US)
+
+    whole, best, found = forward_us(chunks, chains), float("inf"), (0, 1)
+    for wanted in range(2, min(MAX_SEGMENTS, chunks // 2, 2 * sms // chains + 1) + 1):
+        length = -(-chunks // wanted)
+        count = -(-chunks // length)
+        maps = chains * (count - 1)
+        fixed = forward_us(length, chains * count) + count * COMBINE_STEP_US + CUT_US
+        exact = fixed + rounds(2 * maps) * length * MAP_STEP_US
+        decayed = fixed + rounds(2 * maps) * min(length, WARM_UP) * MAP_STEP_US
+        if 1.05 * exact < whole and exact + decayed < best:  # the model is not better than that
+            best, found = exact + decayed, (length * CHUNK, splits(chains * count, sms))
+    return found
+
+
+_plan = lru_cache(maxsize=1024)(Plan)  # SMs x dtypes x lengths of segments x the rest
 _REFERENCE = Reference("CPU tensors are answered by the PyTorch reference")
 
 
@@ -111,6 +161,7 @@ def plan(call: Call) -> Plan | Reference | Refusal:
         warps(call.HV // call.H),
         longest_first(call.varlen, call.N, call.HV, call.sms),
         call.needs_grad,
+        *segment(call.B * call.T, call.N, call.HV, call.sms),
     )
 
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from fla_flashqla import chunk
+from fla_flashqla import chunk, segments
 from fla_flashqla.plan import Plan
 
 
@@ -41,6 +41,7 @@ def run(wanted: list[Plan], progress: Callable[[str], None]) -> dict[str, Any]:
         start = time.perf_counter()
         try:
             chunk.build(plan)
+            segments.build(plan)
             if plan.gradients:
                 chunk.build_backward(plan)
             row["seconds"] = round(time.perf_counter() - start, 2)

@@ -17,7 +17,7 @@ import torch
 from compiler import nvcc
 
 import fla_flashqla
-from fla_flashqla import api, arch, chunk
+from fla_flashqla import api, arch, chunk, segments
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = Path(fla_flashqla.__file__).resolve().parent
@@ -101,7 +101,10 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     forward, backward = noted(kernel_models.FORWARD), noted(kernel_models.BACKWARD)
     monkeypatch.setattr(chunk, "build", lambda plan: forward)
     monkeypatch.setattr(chunk, "build_backward", lambda plan: backward)
-    monkeypatch.setattr(chunk, "rehearse_backward", lambda plan, device: None)
+    cut = noted(kernel_models.SEGMENTS)
+    monkeypatch.setattr(segments, "build", lambda plan: cut)
+    for module, name in ((chunk, "rehearse_backward"), (segments, "rehearse")):
+        monkeypatch.setattr(module, name, lambda plan, device: None)
     fla_flashqla.reset_report()
     yield names
     fla_flashqla.reset_report()

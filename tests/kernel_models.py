@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fla_flashqla import chunk
+from fla_flashqla.segments import SegmentKernels
 
 C = 64
 EPS = 1e-6
@@ -40,6 +41,28 @@ def chunks(cu: Tensor, seqlen: int, cu_step: int, sequences: int) -> Iterator[Ch
             t0 = bos + i * C
             rows = slice(t0, min(t0 + C, eos))
             yield Chunk(n, bos // C + n + i, rows, i == 0, i == count - 1)
+
+
+class Piece(NamedTuple):
+    """A sequence, or a segment of one."""
+
+    n: int
+    slot: int
+    last: bool
+    chunks: list[Chunk]
+
+
+def pieces(cu: Tensor, seqlen: int, cu_step: int, sequences: int, segment: int) -> Iterator[Piece]:
+    found = [*chunks(cu, seqlen, cu_step, sequences)]
+    for n in range(sequences):
+        own = [c for c in found if c.n == n]
+        if not segment:
+            yield Piece(n, n, True, own)
+            continue
+        bos = n * seqlen if seqlen else int(cu[n * cu_step])
+        parts = [own[i : i + segment // C] for i in range(0, len(own), segment // C)] or [[]]
+        for j, part in enumerate(parts):
+            yield Piece(n, bos // segment + n + j, j == len(parts) - 1, part)
 
 
 def behind(cu: Tensor, seqlen: int, cu_step: int, sequences: int) -> slice:
@@ -106,19 +129,60 @@ def products(q: Tensor, k: Tensor, gate: Tensor) -> Tensor:
     return decayed(gate[PR], gate[PC]) * (q @ k.T)
 
 
-def forward(q, k, v, r, gates, cu, h0, o, ht, seqlen, cu_step, sequences, value_heads, group, use_h0, store_ht, stride_k, stride_v, longest_first):  # fmt: skip
+def step(S: Tensor, Y: Tensor, k: Tensor, gate: Tensor, decay: Tensor) -> Tensor:
+    return decay.double() * S + (gate[U, :, None] * k).T @ Y
+
+
+def forward(q, k, v, r, gates, cu, h0, o, ht, seqlen, cu_step, sequences, value_heads, group, use_h0, store_ht, stride_k, stride_v, longest_first, segment, slots):  # fmt: skip
     K, V = k.shape[-1], v.shape[-1]
-    for h in range(value_heads):
-        S = [state(h0, n, h, value_heads, K, V, (stride_k, stride_v)).double() if use_h0 else torch.zeros(K, V).double() for n in range(sequences)]  # fmt: skip
-        for c in chunks(cu, seqlen, cu_step, sequences):
-            b_q, b_k, b_v, gate, R = tile(c, h, group, gates, r, q, k, v)
-            Y = R @ (b_v - gate[X, :, None] * (b_k @ S[c.n]))
-            P = products(b_q, b_k, gate)
-            o[c.rows, h] = (gate[O, :, None] * (b_q @ S[c.n]) + P @ Y).to(o.dtype)
-            decay = gates[c.slot, h, DECAY, 0].double()
-            S[c.n] = decay * S[c.n] + (gate[U, :, None] * b_k).T @ Y
-        for n in range(sequences) if store_ht else ():
-            state(ht, n, h, value_heads, K, V, (stride_k, stride_v)).copy_(S[n])
+    rest = value_heads, K, V, (stride_k, stride_v)
+    for p in pieces(cu, seqlen, cu_step, sequences, segment):
+        assert p.slot < slots
+        for h in range(value_heads):
+            S = state(h0, p.slot, h, *rest).double() if use_h0 else torch.zeros(K, V).double()
+            for c in p.chunks:
+                b_q, b_k, b_v, gate, R = tile(c, h, group, gates, r, q, k, v)
+                Y = R @ (b_v - gate[X, :, None] * (b_k @ S))
+                P = products(b_q, b_k, gate)
+                o[c.rows, h] = (gate[O, :, None] * (b_q @ S) + P @ Y).to(o.dtype)
+                S = step(S, Y, b_k, gate, gates[c.slot, h, DECAY, 0])
+            if store_ht and p.last:
+                state(ht, p.n, h, *rest).copy_(S)
+
+
+def segments(k, v, r, gates, cu, maps, kept, threshold, seqlen, cu_step, sequences, value_heads, group, segment):  # fmt: skip
+    K, V = k.shape[-1], v.shape[-1]
+    for p in pieces(cu, seqlen, cu_step, sequences, segment):
+        for h in range(0 if p.last else value_heads):
+            suffixes = gates[[c.slot for c in p.chunks], h, DECAY, 1].double().flip(0).cumsum(0)
+            enough = (suffixes <= threshold).nonzero()
+            last = int(enough[0]) + 1 if len(enough) else 0
+            kept[p.slot, h] = not last
+            L, Phi = torch.zeros(K, V).double(), torch.eye(K).double()
+            for c in p.chunks[-last:]:
+                _, b_k, b_v, gate, R = tile(c, h, group, gates, r, k, k, v)
+                decay = gates[c.slot, h, DECAY, 0]
+                L = step(L, R @ (b_v - gate[X, :, None] * (b_k @ L)), b_k, gate, decay)
+                Phi = step(Phi, -R @ (gate[X, :, None] * (b_k @ Phi)), b_k, gate, decay)
+            maps[p.slot, h, 0, :V] = L.T
+            if not last:
+                maps[p.slot, h, 1] = Phi.T
+
+
+def combine(maps, kept, cu, h0, starts, seqlen, cu_step, sequences, value_heads, segment, use_h0, stride_k, stride_v):  # fmt: skip
+    K = maps.shape[-1]
+    rest = value_heads, K, K, (stride_k, stride_v)
+    S = torch.zeros(value_heads, K, K).double()
+    n = -1
+    for p in pieces(cu, seqlen, cu_step, sequences, segment):
+        for h in range(value_heads):
+            if p.n != n:
+                S[h] = state(h0, p.n, h, *rest) if use_h0 else 0.0
+            state(starts, p.slot, h, *rest).copy_(S[h])
+            if not p.last:
+                L, Phi = maps[p.slot, h].double().mT
+                S[h] = (Phi @ S[h] if kept[p.slot, h] else 0.0) + L
+        n = p.n
 
 
 def tile(c: Chunk, h: int, group: int, gates: Tensor, r: Tensor | None, q: Tensor, k: Tensor, *values: Tensor) -> list[Tensor]:  # fmt: skip
@@ -199,3 +263,4 @@ def gradients(q, k, do, dw, y, state, dstate, gates, cu, dq, dk, dg, dbeta, scal
 
 FORWARD = chunk.Kernels(prepare, prepare, forward, forward)
 BACKWARD = chunk.BackwardKernels(states, states, reverse, reverse, gradients)
+SEGMENTS = SegmentKernels(segments, combine)

@@ -21,6 +21,7 @@ from fla_flashqla import check, cli
 SWITCHES = (
     "FLA_FLASH_QLA",
     "FLA_FLASH_QLA_STRICT",
+    "FLA_FLASH_QLA_CP",
     "FLA_DISABLE_BACKEND_DISPATCH",
     "TORCH_DEVICE_BACKEND_AUTOLOAD",
     "CUDA_VISIBLE_DEVICES",

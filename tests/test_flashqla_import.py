@@ -24,6 +24,7 @@ LAYERS = (
     ("call",),
     ("plan", "reference"),
     ("kernels", "testing"),
+    ("segments",),
     ("chunk",),
     ("autograd",),
     ("api", "compat"),

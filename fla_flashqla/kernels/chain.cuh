@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// Device functions of the kernels that run along a chain of chunks: forward.py, states.py and reverse.py.
+// Device functions of the kernels that run along a chain of chunks: forward.py, segments.py, states.py and reverse.py.
 
 // Whether a barrier has passed the phase of this parity. The answer can be asked for early and used late.
 __device__ __forceinline__ int gdr_test(void* barrier, int parity) {
@@ -166,6 +166,64 @@ __device__ __forceinline__ int gdr_longest(const int* cu, int step, int sequence
     longer += other > length || (other == length && m < n);
   }
   return __ffs(__ballot_sync(~0u, longer == rank)) - 1;
+}
+
+// Where the tokens of a chain lie that a block takes: a sequence, or a segment of one. Sequences are cut into segments of `segment`
+// tokens, a multiple of 64, the last one shorter; 0: they are not cut. Segment j of sequence n lies in slot cu[n] / segment + n + j,
+// as chunks do, so that T / segment + N slots are enough and nobody has to sum up counts; an empty sequence has one segment, for
+// its final state. Of sequences that are not cut, the slots are those in order, or by length. Called by whole warps.
+//   at: sequence, first token, tokens, slot of the first chunk, kind (-1 nobody's, 0 followed by another segment, 1 the last)
+__device__ __forceinline__ void gdr_segment(const int* cu, int step, int seqlen, int sequences, int segment, int by_length,
+                                            int slot, int* at) {
+  int n = slot;
+  if (segment > 0) {  // the last sequence whose first slot is not behind this one
+    n = 0;
+    for (int upper = sequences - 1; n < upper;) {
+      const int middle = (n + upper + 1) / 2, first = seqlen > 0 ? middle * seqlen : cu[middle * step];
+      if (first / segment + middle <= slot)
+        n = middle;
+      else
+        upper = middle - 1;
+    }
+  } else if (by_length > 0) {
+    n = gdr_longest(cu, step, sequences, slot);
+  }
+  const int bos = seqlen > 0 ? n * seqlen : cu[n * step];
+  const int length = seqlen > 0 ? seqlen : cu[(n + 1) * step] - bos;
+  at[0] = n;
+  at[1] = bos;
+  at[2] = length;
+  at[3] = bos / 64 + n;
+  at[4] = 1;
+  if (segment > 0) {
+    const int number = slot - bos / segment - n, count = length > segment ? (length - 1) / segment + 1 : 1;
+    const bool used = number >= 0 && number < count;
+    const int skipped = used ? number * segment : 0;
+    at[1] += skipped;
+    at[2] = used ? min(length - skipped, segment) : 0;
+    at[3] += skipped / 64;
+    at[4] = used ? number + 1 == count : -1;
+  }
+}
+
+// The fewest last chunks of a segment whose log2 decays, `stride` floats apart, sum up to at most `threshold`; 0 if all of them do
+// not. Called by whole warps.
+__device__ __forceinline__ int gdr_decisive(const float* decays, int stride, int chunks, float threshold) {
+  const int lane = threadIdx.x % 32;
+  float total = 0.f;
+  for (int done = 0; done < chunks; done += 32) {
+    float sum = done + lane < chunks ? decays[static_cast<long long>(chunks - 1 - done - lane) * stride] : 0.f;
+#pragma unroll
+    for (int e = 1; e < 32; e *= 2) {
+      const float shifted = __shfl_up_sync(~0u, sum, e);
+      if (lane >= e) sum += shifted;
+    }
+    sum += total;
+    total = __shfl_sync(~0u, sum, 31);
+    const unsigned enough = __ballot_sync(~0u, done + lane < chunks && sum <= threshold);
+    if (enough) return done + __ffs(enough);
+  }
+  return 0;
 }
 
 #define GDR_DTYPE(NAME, TYPE)                                                                                    \

@@ -132,8 +132,10 @@ def forward_kernel(dtype: str, warpgroups: int = 2):
         stride_k: T.int32,
         stride_v: T.int32,
         longest_first: T.int32,
+        segment: T.int32,
+        slots: T.int32,
     ):
-        with T.Kernel(sequences * HV * SPLITS, threads=MATH + 256, prelude=source) as bx:
+        with T.Kernel(slots * HV * SPLITS, threads=MATH + 256, prelude=source) as bx:
             q_s = T.alloc_shared((STAGES, C, D), dtype)
             k_s = T.alloc_shared((STAGES, C, D), dtype)
             v_s = T.alloc_shared((STAGES, C, M), dtype)
@@ -168,24 +170,36 @@ def forward_kernel(dtype: str, warpgroups: int = 2):
             tx = T.get_thread_binding()
             lane = tx % 32
             split = bx % SPLITS
-            bn = T.alloc_var("int32", init=T.truncdiv(bx // SPLITS, value_heads))
-            bh = T.alloc_var("int32", init=bx // SPLITS - bn * value_heads)
-            if warpgroups == 2:  # halves all run at once
-                if longest_first > 0:
-                    bn = T.call_extern(
-                        "int32", "gdr_longest", T.address_of(cu[0]), cu_step, sequences, bn
-                    )
-            bos = T.if_then_else(seqlen > 0, bn * seqlen, cu[bn * cu_step])
-            length = T.if_then_else(seqlen > 0, seqlen, cu[(bn + 1) * cu_step] - bos)
+            piece = T.alloc_var("int32", init=T.truncdiv(bx // SPLITS, value_heads))
+            bh = T.alloc_var("int32", init=bx // SPLITS - piece * value_heads)
+            at = T.alloc_local((5,), "int32")
+            T.call_extern(
+                "handle",
+                "gdr_segment",
+                T.address_of(cu[0]),
+                *(cu_step, seqlen, sequences, segment),
+                longest_first if warpgroups == 2 else 0,  # halves all run at once
+                piece,
+                at.access_ptr("w"),
+            )
+            bn = T.alloc_var("int32", init=at[0])
+            bos = T.alloc_var("int32", init=at[1])  # the first token, of a segment too
+            length = T.alloc_var("int32", init=at[2])
             NT = T.ceildiv(length, C)
-            state = T.cast(bn * value_heads + bh, "int64") * (D * D) + split * M * stride_v
 
             ready = T.alloc_var("int32")
             p_ready = T.alloc_var("int32")
             o_ready = T.alloc_var("int32")
             if tx < MATH:
                 T.set_max_nreg(registers[0], 1)
-                if use_h0 > 0:
+                if segment > 0:
+                    T.pdl_sync()  # `combine.py` has made the states that segments start from
+                    bn = piece
+                state = T.alloc_var(
+                    "int64",
+                    init=T.cast(bn * value_heads + bh, "int64") * (D * D) + split * M * stride_v,
+                )
+                if (use_h0 > 0) & (at[4] >= 0):
                     for m, c in T.Parallel(M, D):
                         S[m, c] = h0[state + m * stride_v + c * stride_k]
                 else:
@@ -280,7 +294,8 @@ def forward_kernel(dtype: str, warpgroups: int = 2):
                                 xg.access_ptr("w"),
                             )
                             T.wait_wgmma(0)
-                if store_ht > 0:
+                if (store_ht > 0) & (at[4] > 0):
+                    state = T.cast(at[0] * value_heads + bh, "int64") * (D * D) + split * M * stride_v
                     for m, c in T.Parallel(M, D):
                         ht[state + m * stride_v + c * stride_k] = S[m, c]
             elif tx < MATH + 128:
@@ -310,7 +325,7 @@ def forward_kernel(dtype: str, warpgroups: int = 2):
             else:
                 T.set_max_nreg(registers[2], 0)
                 hq = T.alloc_var("int32", init=T.truncdiv(bh, group))
-                slot = T.alloc_var("int32", init=bos // C + bn)
+                slot = T.alloc_var("int32", init=at[3])
                 v0 = split * M
                 if tx < MATH + 160:
                     for i in T.serial(NT):

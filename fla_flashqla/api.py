@@ -182,7 +182,10 @@ def _forward(
     *_: Any,
     **__: Any,
 ) -> Result:
-    if plan.segment and _place("segments", plan, q.device) not in _kernels[plan.key("segments")].proven:
+    if (
+        plan.segment
+        and _place("segments", plan, q.device) not in _kernels[plan.key("segments")].proven
+    ):
         try:
             _launch("segments", plan, q.device, segments.rehearse, plan, q.device)
         except FirstLaunchError:

@@ -38,6 +38,6 @@ def strict() -> bool:
 
 
 def segments() -> str:
-    """"off", "exact" or "auto", which any other value stands for."""
+    """ "off", "exact" or "auto", which any other value stands for."""
     value = os.environ.get(SEGMENTS.name, SEGMENTS.default)
     return value if value in ("off", "exact") else "auto"

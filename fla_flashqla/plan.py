@@ -121,7 +121,7 @@ def segment(tokens: int, N: int, HV: int, sms: int) -> tuple[int, int]:
     chunks, chains = -(-tokens // (N * CHUNK)), N * HV
 
     def rounds(blocks: int) -> int:
-        return -(-blocks // sms)
+        return -(-blocks // max(sms, 1))
 
     def forward_us(chunks: int, chains: int) -> float:
         shares = splits(chains, sms)

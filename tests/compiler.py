@@ -68,12 +68,13 @@ def compile_for(arch: str, function: Any, pass_configs: dict[Any, Any], folder: 
         [disassembler(), "-sass", str(cubin)], capture_output=True, text=True, check=True
     ).stdout
     dynamic = re.findall(r'\(\((\d+),\), "uint8", scope="shared.dyn"\)', str(artifact.device_mod))
-    assert dynamic
+    static = re.findall(r"(\d+) bytes smem", log)
+    assert dynamic or static
     names = re.findall(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9]+)", sass, re.M)
     return Compiled(
         registers=int(re.findall(r"Used (\d+) registers", log)[0]),
         spilled_bytes=sum(map(int, re.findall(r"(\d+) bytes spill", log))),
-        smem_bytes=sum(map(int, dynamic + re.findall(r"(\d+) bytes smem", log))),
+        smem_bytes=sum(map(int, dynamic + static)),
         notes=tuple(re.findall(r"\((C75\d\d)\)", log)),
         instructions=Counter(names),
     )

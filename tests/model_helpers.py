@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
+import kernel_models
 import torch
 
 from fla_flashqla import arch, chunk, chunk_gated_delta_rule
@@ -54,3 +56,29 @@ def compare(got: dict[str, Any], want: dict[str, Any], bound: float = EXACT) -> 
     for name, x in got.items():
         error = relative_error(x, want[name])
         assert error <= bound, f"d{name}: {error:.1e}"
+
+
+def fitting(name: str, source: Any, seen: list[str]) -> Any:
+    """The model of a kernel, which insists on names, order, dtypes and shapes of the arguments of its source."""
+    model = getattr(kernel_models, name.removesuffix("_halves").removesuffix("_single"))
+    parameters = source.params
+    names = [p.name.removesuffix("_handle") for p in parameters]
+    assert names == [*inspect.signature(model).parameters]
+
+    def launch(*args: Any) -> None:
+        seen.append(name)
+        sizes: dict[str, int] = {}
+        for parameter, x in zip(parameters, args, strict=True):
+            buffer = source.buffer_map.get(parameter)
+            if buffer is None:
+                assert parameter.dtype == ("float32" if type(x) is float else "int32")
+                continue
+            assert str(x.dtype) == f"torch.{buffer.dtype}" and x.is_contiguous()
+            for size, expected in zip(x.shape, buffer.shape, strict=True):
+                # runtime sizes are the same wherever they occur
+                wanted = getattr(expected, "name", None)
+                want = int(expected) if wanted is None else sizes.setdefault(wanted, size)
+                assert size == want, (name, parameter.name)
+        model(*args)
+
+    return launch

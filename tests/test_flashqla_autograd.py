@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import kernel_models
@@ -13,7 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import fla_flashqla
-from fla_flashqla import api, chunk, chunk_gated_delta_rule, reference
+from fla_flashqla import api, chunk, chunk_gated_delta_rule, reference, segments
+from fla_flashqla.plan import plan
 from fla_flashqla.testing import (
     DIFFERENTIABLE,
     Case,
@@ -52,12 +54,20 @@ class Record(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_flashqla_forward_launches_follow_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second kernel starts while the first runs: no copy between them, and no memory freed and given to it."""
+@pytest.mark.parametrize("segment", [0, 64])
+def test_flashqla_forward_launches_follow_each_other(
+    segment: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The recurrence starts while the kernel before it runs: no copy between them, and no memory freed and given to it."""
     seen: list[str] = []
-    names = chunk.Kernels._fields
-    kernels = chunk.Kernels(*(lambda *_, name=name: seen.append(name) for name in names))
-    monkeypatch.setattr(chunk, "build", lambda plan: kernels)
+
+    def noted(kernels: Any) -> Any:
+        return kernels._make(lambda *_, name=name: seen.append(name) for name in kernels._fields)
+
+    built, cut = noted(chunk.Kernels), noted(segments.SegmentKernels)
+    monkeypatch.setattr(chunk, "build", lambda plan: built)
+    monkeypatch.setattr(segments, "build", lambda plan: cut)
+    monkeypatch.setattr(api, "plan", lambda call: replace(plan(call), segment=segment, splits=2))
     x = make_inputs(
         Case(lens=(70, 0, 5), state_dtype="bfloat16", cu_dtype="int64", dtype="float16")
     )
@@ -66,7 +76,12 @@ def test_flashqla_forward_launches_follow_each_other(monkeypatch: pytest.MonkeyP
     wide["initial_state"] = x["initial_state"].mT.contiguous().mT
     with torch.no_grad(), Record(seen):
         chunk_gated_delta_rule(**{**x, **wide, "use_qk_l2norm_in_kernel": True})
-    assert seen[-2:] == ["prepare_single", "forward_halves"], seen
+    if segment:  # these two wait before they touch what they are given
+        launched = [name for name in seen if "empty" not in name]
+        assert launched[-4:] == ["prepare_single", "segments", "combine", "forward"], seen
+        assert seen[-2:] == ["combine", "forward"]
+    else:
+        assert seen[-2:] == ["prepare_single", "forward_halves"], seen
 
 
 def test_flashqla_autograd_builds_no_backward_for_inference() -> None:

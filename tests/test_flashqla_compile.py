@@ -70,6 +70,50 @@ def test_flashqla_compile_prepare(
     assert compiled.instructions["HMMA"] == 84 + 8 * {1: 20, 4: 8}[warps]  # the inverse, K K^T
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_flashqla_compile_segments(dtype: str, tmp_path: Path, record_property: Any) -> None:
+    from fla_flashqla.kernels import segments
+
+    function = segments.segments_kernel(dtype)
+    compiled = compile_for("sm_90a", function, segments.PASS_CONFIGS, tmp_path)
+    report(f"segments {dtype}", compiled, record_property)
+    assert compiled.notes == ()
+    assert compiled.spilled_bytes == 0
+    assert compiled.registers == 168  # a thread at launch, and in all:
+    math, load = segments.REGISTERS
+    assert 2 * math + load <= compiled.registers * 3
+    assert compiled.smem_bytes <= SMEM_BYTES
+    # X of the first chunk; Y, S and the next X of three
+    assert compiled.instructions["HGMMA"] == 8 + 3 * (4 + 4 + 8)
+    assert compiled.instructions["USETMAXREG"] == 2
+    assert compiled.instructions["BAR"] == 1
+    assert not {"LDL", "STL", "HMMA"} & compiled.instructions.keys()
+
+
+def test_flashqla_compile_combine(tmp_path: Path, record_property: Any) -> None:
+    from fla_flashqla.kernels import combine
+
+    compiled = compile_for("sm_90a", combine.combine_kernel(), combine.PASS_CONFIGS, tmp_path)
+    report("combine", compiled, record_property)
+    assert compiled.spilled_bytes == 0
+    assert compiled.registers <= 255
+    assert compiled.instructions["HMMA"] == 16 * 2 * 3  # steps of K, columns, parts of float32
+    assert compiled.instructions["BAR"] == 2
+    assert not {"LDL", "STL"} & compiled.instructions.keys()
+
+
+def test_flashqla_compile_build_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    from fla_flashqla import segments
+    from fla_flashqla.plan import Plan
+
+    monkeypatch.setattr(segments, "_built", {})
+    plan = Plan("sm90", "bfloat16", "float32", "float32", segment=64)
+    kernels = segments.build(plan)
+    assert segments.build(plan) is kernels
+    for kernel, name in zip(kernels, ("gdr_segments", "gdr_combine"), strict=True):
+        assert f"{name}_kernel" in kernel.get_kernel_source()
+
+
 def test_flashqla_compile_build(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the package itself calls, from an empty memory cache; the disk cache may answer."""
     from fla_flashqla import chunk

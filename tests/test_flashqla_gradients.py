@@ -3,15 +3,12 @@
 
 from __future__ import annotations
 
-import inspect
 import itertools
-from typing import Any
 
-import kernel_models
 import pytest
 import torch
 from gpu_helpers import poisoned_memory
-from model_helpers import PLAN, REHEARSE, SM90, any_sign, compare, gradients, small
+from model_helpers import PLAN, REHEARSE, SM90, any_sign, compare, fitting, gradients, small
 
 import fla_flashqla
 from fla_flashqla import api, arch, chunk, chunk_gated_delta_rule, reference
@@ -201,32 +198,10 @@ def test_flashqla_launches_fit_the_kernels(
     }
     seen: list[str] = []
 
-    def fitting(name: str) -> Any:
-        model = getattr(kernel_models, name.removesuffix("_halves").removesuffix("_single"))
-        parameters = sources[name].params
-        names = [p.name.removesuffix("_handle") for p in parameters]
-        assert names == [*inspect.signature(model).parameters]
-
-        def launch(*args: Any) -> None:
-            seen.append(name)
-            sizes: dict[str, int] = {}
-            for parameter, x in zip(parameters, args, strict=True):
-                buffer = sources[name].buffer_map.get(parameter)
-                if buffer is None:
-                    assert parameter.dtype == ("float32" if type(x) is float else "int32")
-                    continue
-                assert str(x.dtype) == f"torch.{buffer.dtype}" and x.is_contiguous()
-                for size, expected in zip(x.shape, buffer.shape, strict=True):
-                    # runtime sizes are the same wherever they occur
-                    wanted = getattr(expected, "name", None)
-                    want = int(expected) if wanted is None else sizes.setdefault(wanted, size)
-                    assert size == want, (name, parameter.name)
-            model(*args)
-
-        return launch
-
-    built = chunk.Kernels._make(map(fitting, chunk.Kernels._fields))
-    built_backward = chunk.BackwardKernels._make(map(fitting, chunk.BackwardKernels._fields))
+    built = chunk.Kernels._make(fitting(n, sources[n], seen) for n in chunk.Kernels._fields)
+    built_backward = chunk.BackwardKernels._make(
+        fitting(n, sources[n], seen) for n in chunk.BackwardKernels._fields
+    )
     monkeypatch.setattr(chunk, "build", lambda plan: built)
     monkeypatch.setattr(chunk, "build_backward", lambda plan: built_backward)
     monkeypatch.setattr(chunk, "rehearse_backward", REHEARSE)

@@ -11,6 +11,8 @@ which is 2^-22 of the whole. A block reads each element of Phi^T once, from memo
 before runs; S^T goes through shared memory from warp to warp. Maps that nobody computed are not read.
 """
 
+from typing import Any
+
 import tilelang
 import tilelang.language as T
 
@@ -25,7 +27,7 @@ PASS_CONFIGS = {
 }
 
 
-def combine_kernel():
+def combine_kernel() -> Any:
     """TileLang source of the combination; all is float32."""
     D = HEAD
     f32 = "float32"
@@ -49,7 +51,7 @@ def combine_kernel():
         stride_v: T.int32,
     ):
         with T.Kernel(sequences * HV * (D // ROWS), threads=D * 2, prelude=source) as bx:
-            tile = T.alloc_shared((ROWS, D + 4), f32)
+            tile = T.alloc_shared((ROWS, D + 4), f32, scope="shared")
             T.pdl_sync()
             T.pdl_trigger()
             bn = T.alloc_var("int32", init=T.truncdiv(bx // (D // ROWS), value_heads))

@@ -295,7 +295,9 @@ def forward_kernel(dtype: str, warpgroups: int = 2):
                             )
                             T.wait_wgmma(0)
                 if (store_ht > 0) & (at[4] > 0):
-                    state = T.cast(at[0] * value_heads + bh, "int64") * (D * D) + split * M * stride_v
+                    state = (
+                        T.cast(at[0] * value_heads + bh, "int64") * (D * D) + split * M * stride_v
+                    )
                     for m, c in T.Parallel(M, D):
                         ht[state + m * stride_v + c * stride_k] = S[m, c]
             elif tx < MATH + 128:

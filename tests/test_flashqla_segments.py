@@ -1,0 +1,299 @@
+# SPDX-License-Identifier: MIT
+"""Sequences in segments: the choice, and the whole path with models for kernels against the reference in float64; no GPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import kernel_models
+import pytest
+import torch
+from gpu_helpers import poisoned_memory
+from model_helpers import EXACT, PLAN, compare, fitting, gradients, small
+
+import fla_flashqla
+from fla_flashqla import api, arch, chunk, chunk_gated_delta_rule, segments
+from fla_flashqla.plan import Plan, segment, splits
+from fla_flashqla.testing import (
+    BOUNDS,
+    Case,
+    make_inputs,
+    make_output_gradients,
+    oracle,
+    oracle_gradients,
+    relative_error,
+)
+
+LENS = (0, 1, 63, 0, 0, 64, 65, 127, 128, 129, 300, 0)
+ROWS = ("q", "k", "v", "g", "beta")
+REHEARSE = segments.rehearse
+
+
+@pytest.fixture
+def cut(monkeypatch: pytest.MonkeyPatch, launched: list[str]) -> Any:
+    """Every call gets segments of that many tokens, kernels take float64 and any head size with K = V."""
+
+    def cut(tokens: int, **fields: Any) -> list[str]:
+        planned = replace(PLAN, gradients=False, segment=tokens, **fields)
+        monkeypatch.setattr(api, "plan", lambda call: planned)
+        return launched
+
+    return cut
+
+
+def square(**fields: Any) -> dict[str, Any]:
+    return small(**{"V": 8, "T": 300, **fields})
+
+
+def check(inputs: dict[str, Any], bound: float = EXACT) -> None:
+    with poisoned_memory(), torch.no_grad():
+        o, ht = chunk_gated_delta_rule(**inputs)
+    want, want_ht = oracle(inputs)
+    end = None if inputs.get("cu_seqlens") is None else int(inputs["cu_seqlens"][-1])
+    assert relative_error(o[:, :end], want[:, :end]) <= bound
+    if ht is not None:
+        assert relative_error(ht, want_ht) <= bound
+    assert end is None or (o[:, end:] == 0).all()
+
+
+@pytest.mark.parametrize("mode", ["exact", "auto"])
+@pytest.mark.parametrize("gates", ["strong", "published", "zero"])
+@pytest.mark.parametrize("tokens", [64, 128, 192])
+def test_flashqla_segments(
+    tokens: int, gates: str, mode: str, cut: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLA_FLASH_QLA_CP", mode)
+    launched = cut(tokens)
+    check(square(lens=LENS, tail=9, gates=gates))
+    check(square(B=3, gates=gates))
+    assert launched == ["prepare", "segments", "combine", "forward"] * 2
+
+
+@pytest.mark.parametrize("T", [1, 64, 127, 128, 129, 192, 256, 257, 384])
+def test_flashqla_segments_of_every_length(T: int, cut: Any) -> None:
+    cut(128)
+    check(square(T=T, gates="mild"))
+    check(square(T=T, B=2, gates="mild", state_dtype=None))
+
+
+@pytest.mark.parametrize("state", ["float64", "bfloat16", None])
+@pytest.mark.parametrize("v_first", [False, True])
+@pytest.mark.parametrize("final", [False, True])
+def test_flashqla_segments_and_states(
+    state: str | None, v_first: bool, final: bool, cut: Any
+) -> None:
+    cut(64)
+    fields = {"state_dtype": state, "state_v_first": v_first, "output_final_state": final}
+    check(square(lens=(0, 200, 64, 65), gates="mild", **fields))
+    check(square(B=2, T=130, gates="mild", **fields))
+
+
+def test_flashqla_segments_of_empty_batches(cut: Any) -> None:
+    cut(64)
+    x = square(lens=(0, 0), tail=70)
+    _, ht = chunk_gated_delta_rule(**x)
+    assert torch.equal(ht, x["initial_state"].float())
+
+
+@pytest.mark.parametrize("mode", ["exact", "auto"])
+def test_flashqla_segments_do_not_leak(
+    mode: str, cut: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NaN in one sequence, in its state and in rows of nobody."""
+    monkeypatch.setenv("FLA_FLASH_QLA_CP", mode)
+    cut(64)
+    x = square(lens=(100, 130, 150), tail=60)
+    o, ht = chunk_gated_delta_rule(**x)
+    for name in ROWS:
+        x[name][:, 100:230] = torch.nan
+        x[name][:, 380:] = torch.nan
+    x["initial_state"][1] = torch.nan
+    with poisoned_memory():
+        o_n, ht_n = chunk_gated_delta_rule(**x)
+    for rows in (slice(100), slice(230, None)):
+        assert torch.equal(o[:, rows], o_n[:, rows])
+    assert (
+        torch.equal(ht[::2], ht_n[::2]) and ht_n[1].isnan().all() and o_n[:, 100:230].isnan().all()
+    )
+
+
+def maps_of(plan: Plan, x: dict[str, Any], launched: list[str]) -> tuple[torch.Tensor, ...]:
+    """`maps` and `kept` of a call."""
+    seen: list[torch.Tensor] = []
+    made = segments.build(plan)
+
+    def spy(*args: Any) -> None:
+        made.segments(*args)
+        seen.extend(args[5:7])
+
+    patch = pytest.MonkeyPatch()
+    patch.setattr(segments, "build", lambda plan: made._replace(segments=spy))
+    with poisoned_memory(), torch.no_grad():
+        chunk_gated_delta_rule(**x)
+    patch.undo()
+    return tuple(seen)
+
+
+def test_flashqla_segments_keep_what_counts(cut: Any, launched: list[str]) -> None:
+    """Per segment and head: states that have decayed are dropped, their maps not even made."""
+    cut(128)
+    x = square(T=512, gates="zero")
+    x["g"][:, 70:80, 0] = -5.0  # head 0: the second chunk of the first segment
+    x["g"][:, 130:140, 1] = -5.0  # head 1: the first chunk of the second segment
+    x["g"][:, :, 2] = -0.9  # head 2: always
+    maps, kept = maps_of(PLAN, x, launched)
+    assert kept[:3].tolist() == [[0, 1, 0, 1], [1, 0, 0, 1], [1, 1, 0, 1]]
+    assert maps[:3, :, 1].isnan().flatten(2).all(-1).equal(kept[:3] == 0)
+    assert not maps[:3, :, 0].isnan().any()
+    check(x)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_flashqla_segments_drop_less_than_rounding(dtype: str, cut: Any) -> None:
+    """The largest decay that is dropped, in front of a large state."""
+    plan = replace(PLAN, segment=64)
+    limit = segments.threshold(plan, getattr(torch, dtype))
+    assert limit == {"bfloat16": -16, "float16": -19}[dtype]
+    assert segments.threshold(replace(plan, exact=True), torch.float64) == -torch.inf
+    x = square(T=256, gates="zero", H=1, HV=2)
+    x["g"] += (limit - 1e-3) * torch.tensor(2.0).log().item() / 64
+    x["initial_state"] *= 100
+    threshold = segments.threshold
+    patch = pytest.MonkeyPatch()
+    patch.setattr(segments, "threshold", lambda plan, _: threshold(plan, getattr(torch, dtype)))
+    cut(64)
+    check(x, BOUNDS[dtype] / 10)
+    patch.undo()
+
+
+def test_flashqla_segments_under_a_backward(cut: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    launched = cut(64)
+    planned = replace(api.plan(None), gradients=True)  # type: ignore[arg-type]
+    monkeypatch.setattr(api, "plan", lambda call: planned)
+    x = square(T=200, gates="mild")
+    do, dht = make_output_gradients(x)
+    compare(gradients(x, do, dht), oracle_gradients(x, do, dht))
+    whole = ["states", "reverse", "gradients"]
+    assert launched == ["prepare", "segments", "combine", "forward", *whole]
+
+
+@pytest.mark.parametrize("forward", [1, 2])
+@pytest.mark.parametrize("backward", [1, 2])
+def test_flashqla_segments_share_heads_of_their_own(
+    forward: int, backward: int, cut: Any, launched: list[str]
+) -> None:
+    """How many blocks take a head differs between segments and the backward's whole sequences."""
+    cut(64, splits=backward, segment_splits=forward)
+    check(square(T=200))
+    assert launched[-1] == ("forward" if forward == 1 else "forward_halves")
+    assert api.plan(None).blocks("backward") == backward  # type: ignore[arg-type]
+
+
+# The switch, and what happens if segments cannot run
+
+WHOLE = ["prepare", "forward"]
+
+
+def test_flashqla_segments_off(cut: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    launched = cut(64)
+    monkeypatch.setenv("FLA_FLASH_QLA_CP", "off")
+    check(square())
+    assert launched == WHOLE
+
+
+def broken(*_: Any) -> None:
+    raise RuntimeError("bad launch")
+
+
+@pytest.mark.parametrize("place", ["build", "rehearse"])
+def test_flashqla_segments_that_cannot_run(
+    place: str, cut: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Sequences stay whole then, in the same call and in all others."""
+    launched = cut(64)
+    monkeypatch.setattr(segments, place, broken)
+    for _ in range(2):
+        check(square())
+    assert launched == WHOLE * 2
+    warnings = [r.message for r in caplog.records if r.levelname == "WARNING"]
+    assert len(warnings) == 1 and "sequences stay whole" in warnings[0]
+    assert not fla_flashqla.dispatch_report()["refused"]
+
+
+def test_flashqla_segments_while_a_graph_is_captured(
+    cut: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is not loaded yet is not used."""
+    launched = cut(0)
+    check(square())
+    cut(64)
+    monkeypatch.setattr(api, "_capturing", lambda: True)
+    check(square())
+    monkeypatch.setattr(api, "_capturing", lambda: False)
+    check(square())
+    monkeypatch.setattr(api, "_capturing", lambda: True)
+    check(square())
+    assert launched == WHOLE * 2 + ["prepare", "segments", "combine", "forward"] * 2
+
+
+# The choice
+
+
+def test_flashqla_segments_where_they_pay() -> None:
+    """Few heads and long sequences; nothing to be won where chains fill the GPU or chunks are few."""
+    for HV, T in ((8, 32768), (8, 8192), (16, 32768), (1, 2**20), (32, 32768)):
+        tokens, shares = segment(T, 1, HV, 132)
+        assert tokens % 64 == 0 and 0 < tokens < T
+        count = -(-T // tokens)
+        assert shares == splits(count * HV, 132) and count <= 64
+    for HV, T, N in (
+        (64, 32768, 1),
+        (32, 32768, 4),
+        (8, 64, 1),
+        (1, 1, 1),
+        (8, 1024, 8),
+        (8, 0, 1),
+    ):
+        assert segment(T, N, HV, 132) == (0, 1)
+    assert segment(2**31 - 193, 1, 1, 132)[0] > 0
+    assert segment(8192, 1, 8, 0) == (0, 1)
+
+
+def test_flashqla_segments_never_outnumber_their_slots() -> None:
+    for tokens in (64, 192, 4096):
+        plan = replace(PLAN, segment=tokens)
+        for lens in ((0,) * 5, (1,) * 9, (tokens,) * 3, (tokens + 1, 0, 63, 5 * tokens), LENS):
+            cu = torch.tensor([0, *lens]).cumsum(0)
+            found = [p.slot for p in kernel_models.pieces(cu, 0, 1, len(lens), tokens)]
+            assert found == sorted(set(found)) and found[-1] < segments.slots(
+                plan, sum(lens), len(lens)
+            )
+    assert segments.slots(replace(PLAN, segment=0), 1000, 3) == 3
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("shares", [1, 2])
+def test_flashqla_segments_launches_fit_the_kernels(
+    dtype: str, shares: int, monkeypatch: pytest.MonkeyPatch, launched: list[str]
+) -> None:
+    pytest.importorskip("tilelang", reason="needs TileLang")
+    from fla_flashqla.kernels import combine, forward
+    from fla_flashqla.kernels import segments as source
+
+    seen: list[str] = []
+    cut = segments.SegmentKernels(
+        fitting("segments", source.segments_kernel(dtype), seen),
+        fitting("combine", combine.combine_kernel(), seen),
+    )
+    whole, halves = (fitting("forward", forward.forward_kernel(dtype, n), seen) for n in (2, 1))
+    models = kernel_models.FORWARD._replace(forward=whole, forward_halves=halves)
+    monkeypatch.setattr(segments, "build", lambda plan: cut)
+    monkeypatch.setattr(chunk, "build", lambda plan: models)
+    planned = Plan("sm90", dtype, "float32", "float32", segment=64, segment_splits=shares)
+    monkeypatch.setattr(api, "plan", lambda call: planned)
+    REHEARSE(planned, torch.device("cpu"))
+    for fields in ({"B": 2, "T": 66}, {"lens": (130, 1), "tail": 3, "cu_dtype": "int64"}):
+        check(make_inputs(Case(H=1, HV=2, dtype=dtype, **fields)), BOUNDS[dtype])
+    assert seen == ["segments", "combine", *["segments", "combine", "forward"] * 2]
+    assert arch.device_facts(torch.device("cpu")).sms == 132

@@ -20,14 +20,16 @@ from fla_flashqla.testing import (
 )
 
 # Tails, an empty sequence, rows behind the last boundary, negative betas, and enough chunks to use each of three stages more than
-# twice; few chains (half a head a block) and many; in the last, blocks of `gradients.py` take several items, tails among them, and
-# sequences start in the order of their lengths.
+# twice; few chains (half a head a block) and many; then blocks of `gradients.py` take several items, tails among them, and
+# sequences start in the order of their lengths; at last two that the planner cuts into segments, without and with decay.
 CASES = (
     Case(1, 2, B=1, T=580),
     Case(1, 2, lens=(1, 64, 0, 70, 580), tail=3, l2norm=True, dtype="float16"),
     Case(1, 2, lens=(1, 64, 0, 580, *[5] * 40), tail=3, l2norm=True),
     Case(2, 10, B=7, T=130, state_v_first=True, dtype="float16"),
     Case(16, 16, lens=(70, 0, 130, *[70] * 7)),
+    Case(1, 2, T=2100, state_v_first=True, gates="zero"),
+    Case(1, 2, T=2100, gates="strong", dtype="float16"),
 )
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from fla_flashqla import arch, autograd, chunk, env, reference, report, segments
+from fla_flashqla.activations import Activations
 from fla_flashqla.call import Unsupported, describe
 from fla_flashqla.plan import Plan, Reference, Refusal, plan
 from fla_flashqla.report import logger
@@ -180,7 +181,7 @@ def _forward(
     state_v_first: bool = False,
     cu_seqlens: torch.Tensor | None = None,
     *_: Any,
-    **__: Any,
+    **keywords: Any,
 ) -> Result:
     if (
         plan.segment
@@ -190,7 +191,11 @@ def _forward(
             _launch("segments", plan, q.device, segments.rehearse, plan, q.device)
         except FirstLaunchError:
             plan = replace(plan, segment=0, segment_splits=1)
-    # The plan vouches that what is not passed on is at its default or restates what is.
+    # What is not passed on restates what is, or decides nothing here.
+    if "transpose_state_layout" in keywords:
+        state_v_first = reference.renamed(keywords["transpose_state_layout"])
+    raw_g = keywords.get("use_gate_in_kernel")
+    sigmoid = (2.0 if allow_neg_eigval else 1.0) if use_beta_sigmoid_in_kernel else 0.0
     passed = (
         *(plan, q, k, v, g, beta, q.shape[-1] ** -0.5 if scale is None else float(scale)),
         initial_state,
@@ -199,13 +204,18 @@ def _forward(
         bool(state_v_first),
         cu_seqlens,
     )
+    gating = (
+        keywords.get("A_log") if raw_g else None,
+        keywords.get("dt_bias") if raw_g else None,
+        sigmoid,
+    )
     if plan.gradients:
         # FLA cannot take over in the middle of a training step, so what fails shall fail now.
         if _place("backward", plan, q.device) not in _kernels[plan.key("backward")].proven:
             _launch("backward", plan, q.device, chunk.rehearse_backward, plan, q.device)
-        o, final_state = autograd.GatedDeltaRule.apply(_answer, *passed)  # type: ignore[no-untyped-call]
+        o, final_state = autograd.GatedDeltaRule.apply(_answer, *passed, *gating)  # type: ignore[no-untyped-call]
         return o, final_state
-    results = _answer(*passed)
+    results = _answer(*passed, Activations(*gating))
     return results[0], results[1]
 
 
@@ -240,9 +250,9 @@ def chunk_gated_delta_rule(
         v (torch.Tensor):
             Values, `[B, T, HV, V]`; HV is a multiple of H.
         g (torch.Tensor):
-            Log-space decay (natural log), `[B, T, HV]`.
+            Log-space decay (natural log), `[B, T, HV]`; with `use_gate_in_kernel` what it is made from.
         beta (torch.Tensor):
-            Step sizes, `[B, T, HV]`.
+            Step sizes, `[B, T, HV]`; with `use_beta_sigmoid_in_kernel` what they are made from.
         scale (float, Optional):
             Factor of the output. Default: `K ** -0.5`.
         initial_state (torch.Tensor, Optional):
@@ -266,7 +276,9 @@ def chunk_gated_delta_rule(
         cp_context (Any, Optional):
             Context parallelism; refused.
         **kwargs (Any):
-            FLA's `use_gate_in_kernel`, `A_log`, `dt_bias`, `chunk_size`.
+            FLA's `use_gate_in_kernel`, with `A_log` and `dt_bias` (optional) of HV elements:
+            `g <- -exp(A_log) softplus(g + dt_bias)`. FLA's `chunk_size`, 16, 32 or 64, which tunes its kernels and does not
+            change the function. The deprecated `transpose_state_layout` for `state_v_first`.
 
     Returns:
         o `[B, T, HV, V]` in q's dtype, and the float32 final state or `None`.

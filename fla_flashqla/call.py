@@ -49,9 +49,7 @@ class Call(NamedTuple):
     allow_neg_eigval: bool = False
     state_v_first: bool = False
     use_gate_in_kernel: bool = False
-    transpose_state_layout: bool = False
     cp_context: bool = False
-    chunk_size: int = 64
     unknown: tuple[str, ...] = ()
 
 
@@ -100,7 +98,8 @@ def describe(
 ) -> Call:
     """Describe a call of FLA's operator (same arguments) without raising, syncing or launching.
 
-    `cu_seqlens_cpu` and `chunk_indices` only restate `cu_seqlens`; they decide nothing.
+    `cu_seqlens_cpu` and `chunk_indices` only restate `cu_seqlens`, and `chunk_size` is how FLA's kernels cut a sequence: they decide
+    nothing.
     """
     for name, x in (("q", q), ("k", k), ("v", v), ("g", g), ("beta", beta)):
         if type(x) not in _PLAIN:
@@ -175,16 +174,13 @@ def describe(
         or forward_ad._current_level >= 0
         or torch._C._get_tracing_state() is not None
     )
-    gate = transposed = False
-    chunk_size = 64
+    gate = False
     unknown: tuple[str, ...] = ()
     if kwargs:
         reason = _keywords_malformed(kwargs, HV, device, state_v_first)
         if reason is not None:
             return _malformed(reason)
         gate = bool(kwargs.get("use_gate_in_kernel"))
-        transposed = bool(kwargs.get("transpose_state_layout"))
-        chunk_size = kwargs.get("chunk_size", 64)
         unknown = tuple(sorted(kwargs.keys() - KNOWN_KEYWORDS))
         for name in ("A_log", "dt_bias") if gate and grad else ():
             needs_grad = needs_grad or (kwargs.get(name) is not None and kwargs[name].requires_grad)
@@ -217,11 +213,9 @@ def describe(
         use_qk_l2norm_in_kernel=bool(use_qk_l2norm_in_kernel),
         use_beta_sigmoid_in_kernel=bool(use_beta_sigmoid_in_kernel),
         allow_neg_eigval=bool(allow_neg_eigval),
-        state_v_first=bool(state_v_first),
+        state_v_first=bool(state_v_first or kwargs.get("transpose_state_layout")),
         use_gate_in_kernel=gate,
-        transpose_state_layout=transposed,
         cp_context=cp_context is not None,
-        chunk_size=chunk_size,
         unknown=unknown,
     )
 
@@ -244,6 +238,7 @@ def _keywords_malformed(
             x: Any = kwargs.get(name)
             if x is None and name == "dt_bias":
                 continue
-            if type(x) not in _PLAIN or x.numel() != HV or x.device != device:
-                return f"{name} must be a tensor of HV = {HV} elements on q's device"
+            fits = type(x) in _PLAIN and x.numel() == HV and x.device == device
+            if not fits or not x.is_floating_point():
+                return f"{name} must be a floating-point tensor of HV = {HV} elements on q's device"
     return None

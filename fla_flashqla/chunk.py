@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from fla_flashqla import arch, segments
+from fla_flashqla.activations import NONE, Activations
 
 if TYPE_CHECKING:
     from fla_flashqla.plan import Plan
@@ -163,6 +164,7 @@ def prepare(
     normalize_q: bool = False,
     normalize_k: bool = False,
     cu_seqlens: torch.Tensor | None = None,
+    activations: Activations = NONE,
 ) -> Prepared:
     """Launch the state-independent part; arguments as in `forward`, l2norm being asked for q and k apart."""
     B, T, H, K = q.shape
@@ -172,18 +174,22 @@ def prepare(
     r = q.new_empty(at.slots, HV, CHUNK, CHUNK)
     gates = q.new_empty(at.slots, HV, 8, CHUNK, dtype=torch.float32)
     o = torch.empty(B, T, HV, V, dtype=q.dtype, device=q.device)
+    A_log, dt_bias, *raw = activations.arguments(gates.view(-1))
     kernels = build(plan)
     (kernels.prepare if plan.warps == 4 else kernels.prepare_single)(
         _packed(q, tokens, H, K),
         _packed(k, tokens, H, K),
         g.contiguous().view(tokens, HV),
         beta.contiguous().view(tokens, HV),
+        A_log,
+        dt_bias,
         at.cu_or(gates),
         r,
         gates,
         o.view(tokens, HV, V),
         *(scale, at.seqlen, at.cu_step, at.N, H, HV // H, int(normalize_q), int(normalize_k)),
         int(plan.gradients),
+        *raw,
     )
     return Prepared(r, gates, o)
 
@@ -210,6 +216,7 @@ def forward(
     use_qk_l2norm_in_kernel: bool = False,
     state_v_first: bool = False,
     cu_seqlens: torch.Tensor | None = None,
+    activations: Activations = NONE,
 ) -> Forward:
     """Launch the forward pass on the current stream of the tensors' device, without waiting for it.
 
@@ -228,6 +235,8 @@ def forward(
             `[N, HV, K, V]`, or `[N, HV, V, K]` with `state_v_first`.
         cu_seqlens (torch.Tensor, Optional):
             Boundaries `[N + 1]`, int32 or int64, on the same device.
+        activations (Activations):
+            What to make of g and beta. Default: nothing.
 
     Returns:
         o `[B, T, HV, V]` in q's dtype; the final state in float32, laid out as `initial_state`, or `None`; what
@@ -237,7 +246,7 @@ def forward(
         with torch.cuda.device(q.device):
             return forward(
                 plan, q, k, v, g, beta, scale, initial_state, output_final_state,
-                use_qk_l2norm_in_kernel, state_v_first, cu_seqlens,
+                use_qk_l2norm_in_kernel, state_v_first, cu_seqlens, activations,
             )  # fmt: skip
     B, T, H, K = q.shape
     HV, V = v.shape[2:]
@@ -245,7 +254,7 @@ def forward(
     # The recurrence starts while the kernel before it still runs: between the launches nothing may be copied, allocated or freed
     # (what `segments` launches waits for all before it).
     q, k, v = _packed(q, B, T, H, K), _packed(k, B, T, H, K), _packed(v, B, T, HV, V)
-    g, beta = g.contiguous(), beta.contiguous()
+    g, beta, activations = g.contiguous(), beta.contiguous(), activations.packed()
     cu_seqlens = None if cu_seqlens is None else cu_seqlens.contiguous()
     h0 = None if initial_state is None else initial_state.float().contiguous().view(-1)
     at = _Layout.of(B, T, cu_seqlens)
@@ -257,9 +266,8 @@ def forward(
     if output_final_state:
         shape = (at.N, HV, V, K) if state_v_first else (at.N, HV, K, V)
         final_state = torch.empty(shape, dtype=torch.float32, device=q.device)
-    r, gates, o = prepare(
-        plan, q, k, v, g, beta, abs(scale), use_qk_l2norm_in_kernel, normalize_k, cu_seqlens
-    )
+    normalize = use_qk_l2norm_in_kernel, normalize_k
+    r, gates, o = prepare(plan, q, k, v, g, beta, abs(scale), *normalize, cu_seqlens, activations)
     unused = gates.view(-1)  # stands in for what is not there
     q, k, v = q.view(tokens, H, K), k.view(tokens, H, K), v.view(tokens, HV, V)
     cu, lengths = at.cu_or(gates), (at.seqlen, at.cu_step, at.N)
@@ -290,6 +298,16 @@ class Needs(NamedTuple):
     g: bool = True
     beta: bool = True
     initial_state: bool = True
+    A_log: bool = True
+    dt_bias: bool = True
+
+    def of(self, initial_state: torch.Tensor | None, activations: Activations) -> Needs:
+        """Only of what there is."""
+        return self._replace(
+            initial_state=self.initial_state and initial_state is not None,
+            A_log=self.A_log and activations.A_log is not None,
+            dt_bias=self.dt_bias and activations.dt_bias is not None,
+        )
 
 
 ALL = Needs()
@@ -304,6 +322,8 @@ class Gradients(NamedTuple):
     g: torch.Tensor | None = None
     beta: torch.Tensor | None = None
     initial_state: torch.Tensor | None = None
+    A_log: torch.Tensor | None = None
+    dt_bias: torch.Tensor | None = None
 
 
 def backward(
@@ -321,6 +341,9 @@ def backward(
     do: torch.Tensor | None = None,
     dht: torch.Tensor | None = None,
     needs: Needs = ALL,
+    activations: Activations = NONE,
+    g: torch.Tensor | None = None,
+    beta: torch.Tensor | None = None,
 ) -> Gradients:
     """Launch the backward pass on the current stream of the tensors' device, without waiting for it.
 
@@ -337,17 +360,22 @@ def backward(
         dht (torch.Tensor, Optional):
             Gradient of the final state, any strides. Default: `None` (zero).
         needs (Needs):
-            The gradients to compute; that of `initial_state` only where there is one. Default: all.
+            The gradients to compute; those of optional inputs only where there are any. Default: all.
+        activations (Activations):
+            As `forward` got them.
+        g, beta (torch.Tensor, Optional):
+            As `forward` got them; read where `activations` says what was made of them.
     """
     if torch.cuda.current_device() != q.device.index:
         with torch.cuda.device(q.device):
             return backward(
                 plan, q, k, v, r, gates, scale, initial_state, use_qk_l2norm_in_kernel, state_v_first, cu_seqlens,
-                do, dht, needs,
+                do, dht, needs, activations, g, beta,
             )  # fmt: skip
-    needs = needs._replace(initial_state=needs.initial_state and initial_state is not None)
-    chunks = needs.q or needs.k or needs.g or needs.beta  # what chunks compute side by side
-    chain = needs.k or needs.v or needs.g or needs.beta or needs.initial_state
+    needs = needs.of(initial_state, activations)
+    gating = needs.g or needs.beta or needs.A_log or needs.dt_bias
+    chunks = needs.q or needs.k or gating  # what chunks compute side by side
+    chain = needs.k or needs.v or gating or needs.initial_state
     if (do is None and dht is None) or not (chunks or chain):
         return Gradients()
     B, T, H, K = q.shape
@@ -419,6 +447,8 @@ def backward(
     dq, dk = q.new_empty(tokens, H, K), q.new_empty(tokens, H, K)
     dg = q.new_empty(tokens, HV, dtype=getattr(torch, plan.g_dtype))
     dbeta = q.new_empty(tokens, HV, dtype=getattr(torch, plan.beta_dtype))
+    A_log, dt_bias, raw_g, raw_beta = activations.arguments(unused)
+    shares = gates.new_empty(at.slots, 2, HV) if raw_g else gates.view(-1, 2, HV)  # or a stand-in
     kernels.gradients(
         q_in,
         k_in,
@@ -428,15 +458,22 @@ def backward(
         s,
         ds,
         gates,
+        dg if g is None or not raw_g else g.contiguous().view(tokens, HV),
+        dbeta if beta is None or not raw_beta else beta.contiguous().view(tokens, HV),
+        A_log,
+        dt_bias,
         cu,
         dq,
         dk,
         dg,
         dbeta,
+        shares,
         *(scale, *lengths, H, HV // H, int(normalize), int(normalize and not ahead)),
+        *(raw_g, raw_beta),
         min(at.slots * H, arch.device_facts(q.device).sms),  # blocks that share the work
     )
     dk = dk.view(B, T, H, K)
+    dA_log, ddt_bias = activations.gradients(shares, needs.A_log, needs.dt_bias)
     return Gradients(
         q=dq.view(B, T, H, K) if needs.q else None,
         k=(_normalized_backward(k, dk) if ahead else dk) if needs.k else None,
@@ -444,6 +481,8 @@ def backward(
         g=dg.view(B, T, HV) if needs.g else None,
         beta=dbeta.view(B, T, HV) if needs.beta else None,
         initial_state=dh0,
+        A_log=dA_log,
+        dt_bias=ddt_bias,
     )
 
 

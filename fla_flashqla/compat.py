@@ -21,6 +21,9 @@ OPERATION = "gated_delta_rule"
 # Homes of FLA's dispatch, from 0.6.0 on and before; none in 0.4.1.
 DISPATCH_MODULES = ("fla.backends", "fla.ops.backends")
 
+# What an FLA that has only the old name calls it.
+RENAMED = {"transpose_state_layout": "state_v_first"}
+
 Operator = Callable[..., Any]
 
 
@@ -83,6 +86,8 @@ class Binding(NamedTuple):
         for name, default in self.theirs:
             if name in kwargs and kwargs[name] is default:
                 kwargs = {n: value for n, value in kwargs.items() if n != name}
+            elif name in kwargs and name in RENAMED:
+                kwargs = {RENAMED.get(n, n): value for n, value in kwargs.items()}
         return args, kwargs
 
 

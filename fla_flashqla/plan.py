@@ -193,16 +193,6 @@ def _refuse_cuda(call: Call) -> str | None:
         return f"the GPU must be SM90, got {sm}: {arch.status if arch else 'not supported'}"
     if call.transformed:
         return "torch.func, forward-mode differentiation and torch.jit.trace are not supported"
-    if call.use_gate_in_kernel:
-        return "use_gate_in_kernel is not supported yet"
-    if call.use_beta_sigmoid_in_kernel:
-        return "use_beta_sigmoid_in_kernel is not supported yet"
-    if call.allow_neg_eigval:
-        return "allow_neg_eigval is not supported yet"
-    if call.transpose_state_layout:
-        return "transpose_state_layout is not supported: state_v_first is its new name"
-    if call.chunk_size != CHUNK:
-        return f"chunk_size must be {CHUNK}, got {call.chunk_size}"
     if call.K != HEAD_DIM or call.V != HEAD_DIM:
         return f"K and V must be {HEAD_DIM}, got K={call.K}, V={call.V}"
     if call.q_dtype not in _MAIN_DTYPES:

@@ -33,6 +33,16 @@ def chunk_gated_delta_rule(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | 
     return _run(_chunked, kwargs.get("chunk_size", 64), *args, **kwargs)
 
 
+def renamed(transpose_state_layout: Any) -> bool:
+    """`state_v_first` by its old name, with FLA's warning."""
+    warnings.warn(
+        "`transpose_state_layout` is deprecated and renamed to `state_v_first`.",
+        DeprecationWarning,
+        stacklevel=4,
+    )
+    return bool(transpose_state_layout)
+
+
 class _Tiles(NamedTuple):
     """Inputs cut into tiles of C tokens, all first tiles before all second ones.
 
@@ -84,12 +94,7 @@ def _run(
     if transpose_state_layout is not None:
         if state_v_first:
             raise ValueError("state_v_first and transpose_state_layout are one argument, got both")
-        warnings.warn(
-            "transpose_state_layout is the deprecated name of state_v_first",
-            DeprecationWarning,
-            stacklevel=3,
-        )
-        state_v_first = transpose_state_layout
+        state_v_first = renamed(transpose_state_layout)
 
     B, T, H, K = q.shape
     HV, V = v.shape[2:]

@@ -19,6 +19,7 @@ BOUNDS = {"bfloat16": 8e-3, "float16": 1e-3}
 # and of each gradient
 GRADIENT_BOUNDS = {"bfloat16": 1e-2, "float16": 1.5e-3}
 DIFFERENTIABLE = ("q", "k", "v", "g", "beta", "initial_state")
+PARAMETERS = ("A_log", "dt_bias")  # likewise, where there are any
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +44,17 @@ class Case:
     l2norm: bool = False
     state_v_first: bool = False
     output_final_state: bool = True
+    raw_g: str | None = None  # "bias" | "no_bias": g is made in the kernel, with dt_bias or not
+    raw_beta: float | None = None  # 1 or 2: likewise beta, times that
+    parameter_dtype: str = "float32"
 
     @property
     def id(self) -> str:
         """Shape, dtype and gates, as a test id."""
         shape = f"{len(self.lens)}seq" if self.lens is not None else f"B{self.B}-T{self.T}"
         flags = ["l2norm"] * self.l2norm + ["v_first"] * self.state_v_first
+        flags += [f"g_{self.raw_g}"] * (self.raw_g is not None)
+        flags += [f"beta_{self.raw_beta}"] * (self.raw_beta is not None)
         return "-".join([shape, f"H{self.H}-HV{self.HV}", self.dtype, self.gates, *flags])
 
 
@@ -59,11 +65,8 @@ def make_gates(gates: str, shape: tuple[int, ...], generator: torch.Generator) -
     if gates == "zero":
         return torch.zeros_like(x)
     if gates == "strong":
-        # The range of FLA's layer at initialisation, A in (0, 16] and softplus(dt_bias) in
-        # [1e-3, 0.1], from the mildest head to the strongest.
-        u = torch.arange(1, HV + 1, device=device) / HV
-        dt = 1e-3 * 100**u
-        return -16 * u * F.softplus(x + dt.expm1().log())
+        A_log, dt_bias = layer_parameters(HV, 16, device)  # FLA's layer at initialisation
+        return -A_log.exp() * F.softplus(x + dt_bias)
     g = F.logsigmoid(x) / 16
     if gates == "published":  # a quarter of the heads does not decay
         heads = torch.randperm(HV, device=device, generator=generator)
@@ -71,6 +74,13 @@ def make_gates(gates: str, shape: tuple[int, ...], generator: torch.Generator) -
     elif gates != "mild":
         raise ValueError(f"gates must be strong, mild, zero or published, got {gates}")
     return g
+
+
+def layer_parameters(HV: int, rate: float, device: str | torch.device) -> tuple[Tensor, Tensor]:
+    """log A with A in (0, rate], and the inverse softplus of dt in [1e-3, 0.1], from the mildest head to the strongest."""
+    u = torch.arange(1, HV + 1, device=device) / HV
+    dt = 1e-3 * 100**u
+    return (rate * u).log(), dt.expm1().log()
 
 
 def make_inputs(case: Case, device: str | torch.device = "cpu", seed: int = 0) -> dict[str, Any]:
@@ -98,6 +108,24 @@ def make_inputs(case: Case, device: str | torch.device = "cpu", seed: int = 0) -
         "use_qk_l2norm_in_kernel": case.l2norm,
         "state_v_first": case.state_v_first,
     }
+    # Drawn last, so that all else is the same without.
+    raw: dict[str, Tensor] = {}
+    if case.raw_g is not None:
+        A_log, dt_bias = layer_parameters(case.HV, 16 if case.gates == "strong" else 1, device)
+        raw["g"] = randn(B, T, case.HV)
+        parameters = {"A_log": A_log}
+        if case.raw_g == "bias":
+            parameters["dt_bias"] = dt_bias
+        else:
+            raw["g"] += dt_bias
+        inputs["use_gate_in_kernel"] = True
+        for name, x in parameters.items():
+            inputs[name] = x.to(getattr(torch, case.parameter_dtype))
+    if case.raw_beta is not None:
+        raw["beta"] = randn(B, T, case.HV)
+        inputs["use_beta_sigmoid_in_kernel"] = True
+        inputs["allow_neg_eigval"] = case.raw_beta == 2
+    inputs |= {name: x.to(inputs[name].dtype) for name, x in raw.items()}
     if case.state_dtype is not None:
         N = B if case.lens is None else len(case.lens)
         rows, cols = (case.V, case.K) if case.state_v_first else (case.K, case.V)
@@ -151,7 +179,8 @@ def oracle_gradients(
             The reference to differentiate: by chunks (default), or by tokens, which takes memory for a state a token.
     """
     exact = _exact(inputs)
-    leaves = {n: exact[n].requires_grad_() for n in DIFFERENTIABLE if exact.get(n) is not None}
+    names = (*DIFFERENTIABLE, *PARAMETERS)
+    leaves = {n: exact[n].requires_grad_() for n in names if exact.get(n) is not None}
     with torch.enable_grad():
         results = form(**{**exact, "output_final_state": True})
     pairs = [(x, dx.double()) for x, dx in zip(results, (do, dht), strict=True) if dx is not None]

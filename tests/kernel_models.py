@@ -92,18 +92,24 @@ def sign(beta: Tensor) -> Tensor:
     return torch.where(beta < 0, -1.0, 1.0).to(beta)
 
 
-def prepare(q, k, g, beta, cu, r, gates, o, scale, seqlen, cu_step, sequences, heads, group, normalize_q, normalize_k, backward):  # fmt: skip
+def activated(g: Tensor, beta: Tensor, A_log: Tensor, dt_bias: Tensor, raw_g: int, raw_beta: float) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Gates and betas of some rows and one value head, from what is given in their place."""
+    g, beta = g.double(), beta.double()
+    if raw_g:
+        bias = dt_bias.double() if raw_g == 2 else 0.0
+        g = -A_log.double().exp() * torch.nn.functional.softplus(g + bias)
+    return g.clamp(min=FLOOR), raw_beta * beta.sigmoid() if raw_beta else beta
+
+
+def prepare(q, k, g, beta, A_log, dt_bias, cu, r, gates, o, scale, seqlen, cu_step, sequences, heads, group, normalize_q, normalize_k, backward, raw_g, raw_beta):  # fmt: skip
     assert scale >= 0
     for c in chunks(cu, seqlen, cu_step, sequences):
         n = c.rows.stop - c.rows.start
         for hv in range(heads * group):
             b_q, b_k = (x[c.rows, hv // group].double() for x in (q, k))
-            gc = g[c.rows, hv].double().clamp(min=FLOOR).cumsum(0)
-            b, rq, rk = (
-                beta[c.rows, hv].double(),
-                factors(b_q, normalize_q),
-                factors(b_k, normalize_k),
-            )
+            parameters = (A_log[hv], dt_bias[hv]) if raw_g else (A_log, dt_bias)
+            b_g, b = activated(g[c.rows, hv], beta[c.rows, hv], *parameters, raw_g, raw_beta)
+            gc, rq, rk = b_g.cumsum(0), factors(b_q, normalize_q), factors(b_k, normalize_k)
             e2 = gc / math.log(2)
             M = rk[:, None] * rk * (b_k @ b_k.T) * decayed(e2, e2, -1) * b
             R = torch.eye(C).double()
@@ -227,29 +233,42 @@ def reverse(q, k, do, r, gates, cu, dht, ds, dv, dh0, seqlen, cu_step, sequences
             state(dh0, n, h, value_heads, K, V, (stride_k, stride_v)).copy_(dS[n])
 
 
-def gradients(q, k, do, dw, y, state, dstate, gates, cu, dq, dk, dg, dbeta, scale, seqlen, cu_step, sequences, heads, group, normalize_q, normalize_k, blocks):  # fmt: skip
+def gradients(q, k, do, dw, y, state, dstate, gates, g, beta, A_log, dt_bias, cu, dq, dk, dg, dbeta, shares, scale, seqlen, cu_step, sequences, heads, group, normalize_q, normalize_k, raw_g, raw_beta, blocks):  # fmt: skip
     assert scale >= 0
+    if raw_g:
+        shares.zero_()
     for c in chunks(cu, seqlen, cu_step, sequences):
         for h in range(heads):
             sum_q = sum_k = torch.zeros(())
             for hv in range(h * group, (h + 1) * group):
                 b_q, b_k, b_do, dW, Y, gate = tile(c, hv, group, gates, None, q, k, do, dw, y)
                 S, dS = state[c.slot, hv].double().T, dstate[c.slot, hv].double().T
-                rk, beta = factors(b_k, normalize_k), gate[B].abs()
+                rk, b = factors(b_k, normalize_k), gate[B].abs()
                 log_decay = gates[c.slot, hv, DECAY, 1].double()
                 F1 = scale * decayed(gate[PR], gate[GC]) * (b_do @ Y.T)
                 F2 = -decayed(gate[GC] + 2 * rk.log2(), gate[GC], -1) * (dW @ Y.T)
-                dQ = gate[O, :, None] * (b_do @ S.T) + (F1 * beta) @ b_k
-                dK_rows = -gate[X, :, None] * (dW @ S.T) + (F2 * beta) @ b_k
+                dQ = gate[O, :, None] * (b_do @ S.T) + (F1 * b) @ b_k
+                dK_rows = -gate[X, :, None] * (dW @ S.T) + (F2 * b) @ b_k
                 Z = (log_decay - gate[GC]).exp2()[:, None] * (Y @ dS.T)
                 dK_columns = Z + F1.T @ b_q + F2.T @ b_k
                 b_dbeta = (b_k * dK_columns).sum(-1)
-                dgc = (b_q * dQ).sum(-1) + (b_k * dK_rows).sum(-1) - beta * b_dbeta
+                dgc = (b_q * dQ).sum(-1) + (b_k * dK_rows).sum(-1) - b * b_dbeta
                 dgc[-1] += gates[c.slot, hv, DECAY, 0].double() * (dS * S).sum()
-                dgc[-1] += (beta * (b_k * Z).sum(-1)).sum()
-                dbeta[c.rows, hv] = (sign(gate[B]) * b_dbeta).to(dbeta.dtype)
-                dg[c.rows, hv] = dgc.flip(0).cumsum(0).flip(0).to(dg.dtype)
-                sum_q, sum_k = sum_q + dQ, sum_k + dK_rows + beta[:, None] * dK_columns
+                dgc[-1] += (b * (b_k * Z).sum(-1)).sum()
+                b_dbeta, b_dg = sign(gate[B]) * b_dbeta, dgc.flip(0).cumsum(0).flip(0)
+                if raw_beta:
+                    s = beta[c.rows, hv].double().sigmoid()
+                    b_dbeta = b_dbeta * raw_beta * s * (1 - s)
+                if raw_g:
+                    x = g[c.rows, hv].double() + (dt_bias[hv].double() if raw_g == 2 else 0.0)
+                    rate = -A_log[hv].double().exp()
+                    b_gate = rate * torch.nn.functional.softplus(x)
+                    b_dg = b_dg.masked_fill(b_gate < FLOOR, 0.0)
+                    shares[c.slot, 0, hv] = (b_dg * b_gate.clamp(min=FLOOR)).sum()
+                    b_dg = b_dg * rate * x.sigmoid()
+                    shares[c.slot, 1, hv] = b_dg.sum()
+                dbeta[c.rows, hv], dg[c.rows, hv] = b_dbeta.to(dbeta.dtype), b_dg.to(dg.dtype)
+                sum_q, sum_k = sum_q + dQ, sum_k + dK_rows + b[:, None] * dK_columns
             for x, dx, total, on in ((q, dq, sum_q, normalize_q), (k, dk, sum_k, normalize_k)):
                 b_x = x[c.rows, h].double()
                 if on:

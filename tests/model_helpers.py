@@ -11,10 +11,11 @@ import torch
 
 from fla_flashqla import arch, chunk, chunk_gated_delta_rule
 from fla_flashqla.plan import Plan
-from fla_flashqla.testing import DIFFERENTIABLE, Case, make_inputs, relative_error
+from fla_flashqla.testing import DIFFERENTIABLE, PARAMETERS, Case, make_inputs, relative_error
 
 SM90 = arch.DeviceFacts("cuda", -1, (9, 0), False, 132)
 PLAN = Plan("model", "float64", "float64", "float64", gradients=True)
+EVERY = (*DIFFERENTIABLE, *PARAMETERS)
 REHEARSE = chunk.rehearse_backward
 EXACT = 3e-6  # gates and states are float32
 
@@ -30,10 +31,10 @@ def any_sign(beta: torch.Tensor) -> torch.Tensor:
     return torch.where(i % 3 == 1, -beta, beta).masked_fill(i % 11 == 5, 0.0)
 
 
-def trained(inputs: dict[str, Any], names: tuple[str, ...] = DIFFERENTIABLE) -> dict[str, Any]:
+def trained(inputs: dict[str, Any], names: tuple[str, ...] = EVERY) -> dict[str, Any]:
     """Fresh leaves of the same values, of which `names` require a gradient."""
     return {
-        n: x.detach().clone().requires_grad_(n in names) if n in DIFFERENTIABLE else x
+        n: x.detach().clone().requires_grad_(n in names) if n in EVERY else x
         for n, x in inputs.items()
     }
 
@@ -42,7 +43,7 @@ def gradients(
     inputs: dict[str, Any],
     do: torch.Tensor | None,
     dht: torch.Tensor | None,
-    names: tuple[str, ...] = DIFFERENTIABLE,
+    names: tuple[str, ...] = EVERY,
     operator: Any = chunk_gated_delta_rule,
 ) -> dict[str, torch.Tensor]:
     leaves = trained(inputs, names)

@@ -11,6 +11,7 @@ import torch
 from fla_flashqla import chunk_gated_delta_rule, dispatch_report
 from fla_flashqla.testing import (
     DIFFERENTIABLE,
+    PARAMETERS,
     Case,
     make_inputs,
     make_output_gradients,
@@ -21,13 +22,16 @@ from fla_flashqla.testing import (
 
 # Tails, an empty sequence, rows behind the last boundary, negative betas, and enough chunks to use each of three stages more than
 # twice; few chains (half a head a block) and many; then blocks of `gradients.py` take several items, tails among them, and
-# sequences start in the order of their lengths; at last two that the planner cuts into segments, without and with decay.
+# sequences start in the order of their lengths; then gates and betas that the kernels make; at last two that the planner cuts into
+# segments, without and with decay.
 CASES = (
     Case(1, 2, B=1, T=580),
     Case(1, 2, lens=(1, 64, 0, 70, 580), tail=3, l2norm=True, dtype="float16"),
     Case(1, 2, lens=(1, 64, 0, 580, *[5] * 40), tail=3, l2norm=True),
     Case(2, 10, B=7, T=130, state_v_first=True, dtype="float16"),
     Case(16, 16, lens=(70, 0, 130, *[70] * 7)),
+    Case(1, 2, lens=(1, 64, 0, 450), tail=70, raw_g="bias", raw_beta=2, beta_dtype="bfloat16"),
+    Case(2, 10, B=7, T=130, l2norm=True, raw_g="no_bias", raw_beta=1),
     Case(1, 2, T=2100, state_v_first=True, gates="zero"),
     Case(1, 2, T=2100, gates="strong", dtype="float16"),
 )
@@ -44,7 +48,8 @@ if __name__ == "__main__":
         assert error < 8e-3, error
         do, dht = make_output_gradients(inputs)
         want = oracle_gradients(inputs, do, dht)
-        leaves = {n: inputs[n].requires_grad_() for n in DIFFERENTIABLE}
+        names = [n for n in (*DIFFERENTIABLE, *PARAMETERS) if n in inputs]
+        leaves = {n: inputs[n].requires_grad_() for n in names}
         found = torch.autograd.grad(chunk_gated_delta_rule(**inputs), [*leaves.values()], [do, dht])
         errors = [relative_error(x, want[n]) for n, x in zip(leaves, found, strict=True)]
         assert max(errors) < 1e-2, dict(zip(leaves, errors, strict=True))

@@ -118,7 +118,8 @@ def test_flashqla_binding_of_each_signature(
 
 def test_flashqla_binding_keeps_what_only_flas_signature_names() -> None:
     binding = compat.Binding.between(operator_with(FLA_050), describe)
-    assert binding((), {"transpose_state_layout": True})[1] == {"transpose_state_layout": True}
+    # There it is not deprecated yet, so that nobody shall be told so.
+    assert binding((), {"transpose_state_layout": True})[1] == {"state_v_first": True}
     assert binding((), {"transpose_state_layout": False}) == ((), {})
     with pytest.raises(Unsupported, match="no argument state_v_first"):
         binding((), {"state_v_first": True})
@@ -207,16 +208,19 @@ def test_flashqla_dispatch_passes_what_the_kernels_need(
 ) -> None:
     given = inputs(use_qk_l2norm_in_kernel=True, cu_seqlens=torch.tensor([0, 5]))
     ours.chunk_gated_delta_rule(**given, cu_seqlens_cpu=given["cu_seqlens"])
-    plan, *passed = kernels.forward.call_args.args
+    plan, *passed, activations = kernels.forward.call_args.args
     tensors = [given[name] for name in ("q", "k", "v", "g", "beta")]
     assert plan == PLAN
     expected = [*tensors, 8**-0.5, None, False, True, False, given["cu_seqlens"]]
     assert all(a is b or a == b for a, b in zip(passed, expected, strict=True))
     ours.chunk_gated_delta_rule(*tensors, 0.0, state_v_first=True)
-    assert kernels.forward.call_args.args[6:] == (0.0, None, False, False, True, None)
+    assert kernels.forward.call_args.args[6:-1] == (0.0, None, False, False, True, None)
+    with pytest.warns(DeprecationWarning, match="renamed to `state_v_first`"):
+        ours.chunk_gated_delta_rule(*tensors, 0.0, transpose_state_layout=True, chunk_size=16)
+    assert kernels.forward.call_args.args[6:-1] == (0.0, None, False, False, True, None)
     # FLA takes a flag for what it is worth; a kernel needs numbers.
     ours.chunk_gated_delta_rule(*tensors, True, None, None, 2)
-    flags = kernels.forward.call_args.args[6:]
+    flags = kernels.forward.call_args.args[6:-1]
     assert flags == (1.0, None, False, True, False, None)
     assert [type(x) for x in flags if x is not None] == [float, bool, bool, bool]
 

@@ -8,7 +8,7 @@ import itertools
 import pytest
 import torch
 from gpu_helpers import poisoned_memory
-from model_helpers import PLAN, REHEARSE, SM90, any_sign, compare, fitting, gradients, small
+from model_helpers import EVERY, PLAN, REHEARSE, SM90, any_sign, compare, fitting, gradients, small
 
 import fla_flashqla
 from fla_flashqla import api, arch, chunk, chunk_gated_delta_rule, reference
@@ -205,13 +205,14 @@ def test_flashqla_launches_fit_the_kernels(
     monkeypatch.setattr(chunk, "build", lambda plan: built)
     monkeypatch.setattr(chunk, "build_backward", lambda plan: built_backward)
     monkeypatch.setattr(chunk, "rehearse_backward", REHEARSE)
-    packed = {"lens": (65, 1), "tail": 3, "cu_dtype": "int64", "HV": 3}
+    raw = {"raw_g": "bias", "raw_beta": 2, "parameter_dtype": "bfloat16"}
+    packed = {"lens": (65, 1), "tail": 3, "cu_dtype": "int64", "HV": 3, **raw}
     for fields in ({"B": 1, "T": 66, "HV": 2}, packed):
         sms = 132 if splits == 2 else 1
         monkeypatch.setattr(arch, "device_facts", lambda device, sms=sms: SM90._replace(sms=sms))
         x = make_inputs(Case(H=1, dtype=dtype, beta_dtype="bfloat16", l2norm=True, **fields))
         do, dht = make_output_gradients(x)
-        for wanted in (DIFFERENTIABLE, ("q",), ("v",), ("initial_state",)):
+        for wanted in (DIFFERENTIABLE, EVERY, ("q",), ("v",), ("initial_state",)):
             gradients(x, do, dht, wanted)
     end = "_halves" if splits == 2 else ""
     backward = {f"states{end}", f"reverse{end}", "gradients"}

@@ -111,10 +111,6 @@ def described(T: int = 64, K: int = 128, V: int = 128, dtype: torch.dtype = torc
 
 REFUSALS = {
     "under `torch.vmap`, `torch.func.grad`, ...": {"facts": {"transformed": True}},
-    "`use_gate_in_kernel=True` (FLA's layer)": {"use_gate_in_kernel": True, "A_log": meta(4)},
-    "`use_beta_sigmoid_in_kernel=True` (FLA's layer)": {"use_beta_sigmoid_in_kernel": True},
-    "`transpose_state_layout=True`": {"transpose_state_layout": True},
-    "`chunk_size=32`": {"chunk_size": 32},
     "`cp_context`": {"cp_context": object()},
     "a keyword that we do not know": {"answer": 42},
     "K = 256, V = 512": {"K": 256, "V": 512},

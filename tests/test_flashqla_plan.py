@@ -107,10 +107,14 @@ REFUSED = {
         "state_v_first and transpose_state_layout are one argument, got both",
     ),
     "bad_chunk_size": ({"chunk_size": 128}, "chunk_size must be 16, 32 or 64, got 128"),
-    "no_A_log": ({"use_gate_in_kernel": True}, "A_log must be a tensor of HV = 4 elements"),
+    "no_A_log": ({"use_gate_in_kernel": True}, "A_log must be a floating-point tensor of HV = 4"),
     "dt_bias": (
         {"use_gate_in_kernel": True, "A_log": state(4), "dt_bias": state(2)},
-        "dt_bias must be a tensor of HV = 4 elements",
+        "dt_bias must be a floating-point tensor of HV = 4",
+    ),
+    "integer_A_log": (
+        {"use_gate_in_kernel": True, "A_log": torch.ones(4, dtype=torch.int32)},
+        "A_log must be a floating-point tensor of HV = 4 elements on q's device",
     ),
     "neg_eigval_alone": (
         {"allow_neg_eigval": True},
@@ -119,21 +123,6 @@ REFUSED = {
     # From here on the call is well-formed, and on a CPU the reference answers all but two of them.
     "unknown": ({"zz": None, "aa": 1}, "unknown keyword arguments: aa, zz"),
     "cp_context": ({"cp_context": object()}, "cp_context is not supported"),
-    "gradient_of_gate": (
-        {"use_gate_in_kernel": True, "A_log": state(4, requires_grad=True)},
-        "use_gate_in_kernel is not supported yet",
-    ),
-    "gate": (
-        {"use_gate_in_kernel": True, "A_log": state(4), "dt_bias": state(4)},
-        "use_gate_in_kernel is not supported yet",
-    ),
-    "sigmoid": ({"use_beta_sigmoid_in_kernel": True}, "use_beta_sigmoid_in_kernel is not"),
-    "neg_eigval": (
-        {"use_beta_sigmoid_in_kernel": True, "allow_neg_eigval": True},
-        "use_beta_sigmoid_in_kernel is not supported yet",
-    ),
-    "transpose": ({"transpose_state_layout": True}, "transpose_state_layout is not supported"),
-    "chunk_size": ({"chunk_size": 32}, "chunk_size must be 64, got 32"),
     "K": (inputs(K=96), "K and V must be 128, got K=96, V=128"),
     "V": (inputs(V=256), "K and V must be 128, got K=128, V=256"),
     "fp32": (
@@ -181,6 +170,23 @@ ACCEPTED = {
     "l2norm": {"use_qk_l2norm_in_kernel": True},
     "off": {"use_gate_in_kernel": False, "A_log": None, "dt_bias": None, "chunk_size": 64},
     "old_layout_off": {"transpose_state_layout": False},
+    "old_layout": inputs(initial_state=state(1, 4, 128, 128), transpose_state_layout=True),
+    "gate": {"use_gate_in_kernel": True, "A_log": state(4, dtype=torch.bfloat16)},
+    "gate_bias": {"use_gate_in_kernel": True, "A_log": state(4), "dt_bias": state(1, 4).double()},
+    "unused_parameters": {"A_log": "no tensor", "dt_bias": state(7)},
+    "sigmoid": {"use_beta_sigmoid_in_kernel": True},
+    "neg_eigval": {"use_beta_sigmoid_in_kernel": True, "allow_neg_eigval": True},
+    "chunk_size_16": {"chunk_size": 16},
+    "chunk_size_32": {"chunk_size": 32},
+    "layer": {
+        **{
+            "use_gate_in_kernel": True,
+            "use_beta_sigmoid_in_kernel": True,
+            "allow_neg_eigval": True,
+        },
+        **{"use_qk_l2norm_in_kernel": True, "state_v_first": True, "output_final_state": None},
+        **{"A_log": state(4), "dt_bias": state(4)},
+    },
     "dense_batch": inputs(B=3, initial_state=state(3, 4, 128, 128)),
     "strided": {"q": torch.zeros(1, 64, 128, 2, dtype=torch.bfloat16).mT},
     "parameter": {"beta": torch.nn.Parameter(state(1, 64, 4), requires_grad=False)},
@@ -191,6 +197,11 @@ TRAINED = {
     "state": {"initial_state": state(1, 4, 128, 128, requires_grad=True)},
     "parameter": {"beta": torch.nn.Parameter(state(1, 64, 4))},
     "l2norm": {"use_qk_l2norm_in_kernel": True, "v": inputs()["v"].requires_grad_()},
+    "A_log": {"use_gate_in_kernel": True, "A_log": state(4, requires_grad=True)},
+    "dt_bias": {
+        **{"use_gate_in_kernel": True, "A_log": state(4)},
+        "dt_bias": torch.nn.Parameter(state(4)),
+    },
     "varlen": {"cu_seqlens": bounds(0, 0, 7, 64), "g": state(1, 64, 4, requires_grad=True)},
 }
 CASES = [
@@ -311,6 +322,9 @@ def test_flashqla_only_dtypes_select_a_kernel(q, g, beta):
         "output_final_state": True,
         "use_qk_l2norm_in_kernel": True,
         "state_v_first": True,
+        "use_gate_in_kernel": True,
+        "use_beta_sigmoid_in_kernel": True,
+        "allow_neg_eigval": True,
         "state_dtype": "float16",
     }
     assert plan(call) == plan(call._replace(**others)) == want
@@ -334,8 +348,6 @@ def test_flashqla_plan_limits():
         f"B * T must be below 2**31 - 192, got {2**31}"
     )
     assert "got unknown" in plan(Call(**{**BASE, "sm": None})).reason
-    alone = Call(**{**BASE, "allow_neg_eigval": True})
-    assert plan(alone) == Refusal("allow_neg_eigval is not supported yet")
 
 
 def test_flashqla_gradients_are_needed_only_where_asked_for():
@@ -410,7 +422,7 @@ def test_flashqla_describe_reads_the_call():
     assert got.varlen and got.state_v_first and got.output_final_state and not got.needs_grad
     assert got.malformed is None and got.unknown == () and hash(got) == hash(describe(**x))
     old = {**x, "state_v_first": False, "transpose_state_layout": True}
-    assert describe(**old).malformed is None
+    assert describe(**old) == got
 
 
 def test_flashqla_arch_rows():

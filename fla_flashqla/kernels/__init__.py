@@ -15,10 +15,10 @@ SM90 = {"kind": "cuda", "arch": "sm_90a"}
 LOCK_TIMEOUT_S = 600.0
 
 
-def device_functions(name: str) -> str:
-    """CUDA source for a kernel's `prelude`: common.cuh, then the file `name`."""
+def device_functions(*names: str) -> str:
+    """CUDA source for a kernel's `prelude`: common.cuh, then the files `names`."""
     here = Path(__file__).parent
-    return (here / "common.cuh").read_text() + (here / name).read_text()
+    return "".join((here / name).read_text() for name in ("common.cuh", *names))
 
 
 def compile_kernel(

@@ -5,7 +5,7 @@ namespace gdr {
 constexpr int CHUNK = 64;
 // Where the rows of `gates` begin that are used here (prepare.py), and those of a head's sums (gradients.py)
 enum : int { PR = 3 * CHUNK, DECAY = 5 * CHUNK, GC = 6 * CHUNK, BETA = 7 * CHUNK };
-enum : int { SUM_Z = 2 * CHUNK, SUM_BETA = 3 * CHUNK, SUM_BB = 4 * CHUNK, SUM_DECAY = 5 * CHUNK + 2 };
+enum : int { SUM_K = CHUNK, SUM_Z = 2 * CHUNK, SUM_BETA = 3 * CHUNK, SUM_BB = 4 * CHUNK, SUM_DOT = 5 * CHUNK, SUM_DECAY = SUM_DOT + 2 };
 }  // namespace gdr
 
 // The sequence that a chunk slot belongs to: the last whose first slot is not behind it, `sequences` if it lies behind all. To `rows`,
@@ -365,3 +365,20 @@ __device__ __forceinline__ void gdr_take(float* x, const void* through, int half
   }
 GDR_DTYPE(bfloat16, __nv_bfloat16)
 GDR_DTYPE(float16, __half)
+
+// By a warp: to `dgc` what the row sums of a head make of tokens `lane` and 32 + `lane`; returns `last`.
+__device__ __forceinline__ float gdr_sums(const float* sums, float* dgc, int rows) {
+  float last = 0.0f;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int t = threadIdx.x % 32 + 32 * half;
+    dgc[half] = 0.0f;
+    if (t < rows) {
+      last += sums[gdr::SUM_Z + t];
+      dgc[half] = sums[t] + sums[gdr::SUM_K + t] - sums[gdr::SUM_BB + t];
+    }
+  }
+#pragma unroll
+  for (int e = 1; e < 32; e *= 2) last += __shfl_xor_sync(0xffffffffu, last, e);
+  return last + sums[gdr::SUM_DECAY] * (sums[gdr::SUM_DOT] + sums[gdr::SUM_DOT + 1]);
+}

@@ -21,6 +21,14 @@ and summed over the value heads, with the l2norm's derivative where it is on (r^
 
     dq = dQ - r^2 q (q . dQ)        dk = dK - r^2 k (k . dK)        dK = dK+ + dK-
 
+and where `prepare.py` made g and beta from g0 and beta0 (`raw_g` and `raw_beta`, as there), the sum warp goes on to
+
+    dg0 = -dg exp(A_log) sigmoid(g0 + dt_bias)       dbeta0 = raw_beta dbeta sigmoid'(beta0)
+    shares[slot, 0] = sum_i dg_i g_i                 shares[slot, 1] = sum_i dg0_i
+
+in place of dg and dbeta; the shares, summed over the slots, are the gradients of A_log and dt_bias. A slot without a chunk has 0
+there, which the load warp writes.
+
 Two tokens' share of dgc enters the sum of dg with both signs and cancels unless g lies between them. That holds after rounding as
 well, if the rounded F of the row's side and of the column's are the same numbers: therefore b, which is beta there and can yet
 be divided by (docs/backward.md).
@@ -63,14 +71,7 @@ import tilelang.language as T
 
 from fla_flashqla.kernels import device_functions
 from fla_flashqla.kernels.forward import PASS_CONFIGS
-from fla_flashqla.kernels.prepare import (
-    CHUNK,
-    GATE_O,
-    GATE_ROWS,
-    GATE_X,
-    HEAD,
-    L2NORM_EPS,
-)
+from fla_flashqla.kernels.prepare import CHUNK, GATE_O, GATE_ROWS, GATE_X, HEAD, L2NORM_EPS
 
 __all__ = ["PASS_CONFIGS", "REGISTERS", "gradients_kernel"]
 STAGES = 2
@@ -85,8 +86,8 @@ def gradients_kernel(dtype: str, g_dtype: str, beta_dtype: str):
 
     Args:
         dtype (str): of q, k, do, dw, y, s, ds, dq and dk, "bfloat16" or "float16".
-        g_dtype (str): of dg.
-        beta_dtype (str): of dbeta.
+        g_dtype (str): of g and dg.
+        beta_dtype (str): of beta and dbeta.
 
     The kernel's `blocks` is its grid: as many as the device has SMs, or as there are items if they are fewer.
     """
@@ -96,8 +97,9 @@ def gradients_kernel(dtype: str, g_dtype: str, beta_dtype: str):
     matmul = partial(T.wgmma_gemm, policy=T.GemmWarpPolicy.FullRow)
     call = partial(T.call_extern, "handle")
     find = partial(T.call_extern, "int32", "gdr_find")
-    source = device_functions("gradients.cuh")
-    Tn, H, HV, NSLOT, NCU = (T.dynamic(n) for n in ("Tn", "H", "HV", "NSLOT", "NCU"))
+    source = device_functions("gates.cuh", "gradients.cuh")
+    sizes = ("Tn", "H", "HV", "NA", "NB", "NP", "NSLOT", "NCU")
+    Tn, H, HV, NA, NB, NP, NSLOT, NCU = (T.dynamic(n) for n in sizes)
 
     # pointers "to read", also where a device function writes, keep TileLang from adding fences
     def ptr(buffer, offset=0):
@@ -128,11 +130,16 @@ def gradients_kernel(dtype: str, g_dtype: str, beta_dtype: str):
         state: T.Tensor((NSLOT, HV, D, D), dtype),
         dstate: T.Tensor((NSLOT, HV, D, D), dtype),
         gates: T.Tensor((NSLOT, HV, GATE_ROWS, C), f32),
+        g: T.Tensor((Tn, HV), g_dtype),
+        beta: T.Tensor((Tn, HV), beta_dtype),
+        A_log: T.Tensor((NA,), f32),
+        dt_bias: T.Tensor((NB,), f32),
         cu: T.Tensor((NCU,), "int32"),
         dq: T.Tensor((Tn, H, D), dtype),
         dk: T.Tensor((Tn, H, D), dtype),
         dg: T.Tensor((Tn, HV), g_dtype),
         dbeta: T.Tensor((Tn, HV), beta_dtype),
+        shares: T.Tensor((NP, 2, HV), f32),
         scale: T.float32,
         seqlen: T.int32,
         cu_step: T.int32,
@@ -141,6 +148,8 @@ def gradients_kernel(dtype: str, g_dtype: str, beta_dtype: str):
         group: T.int32,
         normalize_q: T.int32,
         normalize_k: T.int32,
+        raw_g: T.int32,
+        raw_beta: T.float32,
         blocks: T.int32,
     ):
         with T.Kernel(blocks, threads=512, prelude=source) as bx:
@@ -365,16 +374,21 @@ def gradients_kernel(dtype: str, g_dtype: str, beta_dtype: str):
                                 call("gdr_blank", T.address_of(dq[t0 + r, hq, 0]), 1)
                                 call("gdr_blank", T.address_of(dk[t0 + r, hq, 0]), 1)
                                 call("gdr_blank", T.address_of(dw[t0 + r, hq * group, 0]), group)
-                                if lane == 0:
-                                    for j in T.serial(group):
-                                        dg[t0 + r, hq * group + j] = 0
-                                        dbeta[t0 + r, hq * group + j] = 0
-                        elif valid > 0:
+                                call("gdr_zero", T.address_of(dg[t0 + r, hq * group]), group)
+                                call("gdr_zero", T.address_of(dbeta[t0 + r, hq * group]), group)
+                        # every slot is added up, also one without a chunk
+                        if (n == sequences) | (valid <= 0):
+                            for part in T.serial(T.if_then_else(raw_g > 0, 2, 0)):
+                                call(
+                                    "gdr_zero", T.address_of(shares[slot, part, hq * group]), group
+                                )
+                        else:
                             wait(heard, it % 2, (it // 2 + 1) % 2)
                             if lane == 0:
                                 item_s[it % 2, 0] = t0
                                 item_s[it % 2, 1] = valid
                                 item_s[it % 2, 2] = hq
+                                item_s[it % 2, 3] = slot
                             arrive(told, it % 2, lane)
                             for j in T.serial(group):
                                 s = i % STAGES
@@ -414,53 +428,39 @@ def gradients_kernel(dtype: str, g_dtype: str, beta_dtype: str):
                         item_s[it % 2, 1] = 0
                     arrive(told, it % 2, lane)
                 elif tx < 448:
-                    gate = T.alloc_local((2,), f32)
+                    dgc = T.alloc_local((2,), f32)
                     rest = T.alloc_var(f32)
-                    shifted = T.alloc_var(f32)
                     wait(told, 0, 0)
                     valid = item_s[0, 1]
                     while valid > 0:
                         t0 = item_s[it % 2, 0]
                         hq = item_s[it % 2, 2]
+                        slot = item_s[it % 2, 3]
                         arrive(heard, it % 2, lane)
                         for j in T.serial(group):
                             s = i % STAGES
                             hv = hq * group + j
                             wait(sum_full, s, i // STAGES % 2)
-                            rest = 0.0
-                            for half in T.unroll(2):
-                                t = half * 32 + lane
-                                gate[half] = 0.0
-                                if t < valid:
-                                    rest += sums_s[s, SUM_Z, t]
-                                    gate[half] = (
-                                        sums_s[s, SUM_Q, t]
-                                        + sums_s[s, SUM_K, t]
-                                        - sums_s[s, SUM_BB, t]
-                                    )
-                                    dbeta[t0 + t, hv] = sums_s[s, SUM_BETA, t]
-                            for e in T.unroll(5):
-                                rest += T.shfl_xor(rest, 1 << e)
-                            rest += sums_s[s, SUM_DOT, 2] * (
-                                sums_s[s, SUM_DOT, 0] + sums_s[s, SUM_DOT, 1]
+                            rest = T.call_extern(
+                                f32, "gdr_sums", row(sums_s, s, 0), ptr(dgc), valid
+                            )
+                            call(
+                                "gdr_store_betas",
+                                *(row(sums_s, s, SUM_BETA), dbeta.data, beta.data),
+                                *(t0, valid, hv, HV, raw_beta),
                             )
                             arrive(sum_empty, s, lane)
-                            for upper_half in T.unroll(2):  # inclusive sums from the end
-                                half = 1 - upper_half
-                                for e in T.unroll(5):
-                                    shifted = T.shfl_down(gate[half], 1 << e)
-                                    if lane + (1 << e) < 32:
-                                        gate[half] += shifted
-                                gate[half] += rest
-                                rest = T.shfl_sync(gate[half], 0)
-                                if half * 32 + lane < valid:
-                                    dg[t0 + half * 32 + lane, hv] = gate[half]
+                            call(
+                                "gdr_store_gates",
+                                *(ptr(dgc), rest, dg.data, g.data, A_log.data, dt_bias.data),
+                                *(shares.data, t0, valid, slot, hv, HV, raw_g),
+                            )
                             i += 1
                         it += 1
                         wait(told, it % 2, it // 2 % 2)
                         valid = item_s[it % 2, 1]
                 else:
-                    share = T.alloc_var(f32)
+                    dot = T.alloc_var(f32)
                     w = tx // 32 - 14
                     wait(told, 0, 0)
                     while item_s[it % 2, 1] > 0:
@@ -469,16 +469,16 @@ def gradients_kernel(dtype: str, g_dtype: str, beta_dtype: str):
                             s = i % STAGES
                             wait(ds_full, 0, i % 2)
                             wait(s_full, 0, i % 2)
-                            share = T.call_extern(
+                            dot = T.call_extern(
                                 "float32", "gdr_inner_" + dtype, ptr(s_s), ptr(ds_s), w
                             )
                             arrive(s_empty, 0, lane)
                             arrive(ds_empty, 0, lane)
                             for e in T.unroll(5):
-                                share += T.shfl_xor(share, 1 << e)
+                                dot += T.shfl_xor(dot, 1 << e)
                             wait(sum_empty, s, (i // STAGES + 1) % 2)
                             if lane == 0:
-                                sums_s[s, SUM_DOT, w] = share
+                                sums_s[s, SUM_DOT, w] = dot
                             arrive(sum_full, s, lane)
                             i += 1
                         it += 1

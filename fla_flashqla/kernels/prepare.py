@@ -15,6 +15,10 @@ and the gate vectors that the recurrence multiplies with (rows of `gates`, zero 
 
 and, if there will be a backward pass, GC: log2(exp(gc) / rk) and B: beta.
 
+Where asked for, g and beta are made here, as they are read, from what was given in their place:
+
+    g <- -exp(A_log) softplus(g + dt_bias)           beta <- sigmoid(beta), times 1 or 2
+
 R maps v - S^T k to the errors Y before beta, which needs no division by beta anywhere, in the backward either. Logarithms know
 no sign: `scale` must not be negative, and where beta is, |beta| stands for it (but in B) and the row of R is negated, as if Y were.
 
@@ -55,11 +59,15 @@ def prepare_kernel(dtype: str, g_dtype: str, beta_dtype: str, warps: int = 4):
     Args:
         dtype, g_dtype, beta_dtype (str): of q, k and v, of g, of beta.
         warps (int): a block, which take turns at the value heads of a group: 4, or 1 for small groups.
+
+    The kernel's `raw_g` is 0 where g is the gate, 1 where A_log is to be applied and 2 where dt_bias is, too; its `raw_beta` the
+    factor of the sigmoid, 0 where beta is beta.
     """
     C, D, W = CHUNK, HEAD, warps
     f32 = "float32"
-    source = f"#define GDR_WARPS {W}\n" + device_functions("prepare.cuh")
-    Tn, H, HV, NSLOT, NCU = (T.dynamic(n) for n in ("Tn", "H", "HV", "NSLOT", "NCU"))
+    source = f"#define GDR_WARPS {W}\n" + device_functions("gates.cuh", "prepare.cuh")
+    sizes = ("Tn", "H", "HV", "NA", "NB", "NSLOT", "NCU")
+    Tn, H, HV, NA, NB, NSLOT, NCU = (T.dynamic(n) for n in sizes)
 
     @T.prim_func
     def gdr_prepare(
@@ -67,6 +75,8 @@ def prepare_kernel(dtype: str, g_dtype: str, beta_dtype: str, warps: int = 4):
         k: T.Tensor((Tn, H, D), dtype),
         g: T.Tensor((Tn, HV), g_dtype),
         beta: T.Tensor((Tn, HV), beta_dtype),
+        A_log: T.Tensor((NA,), f32),
+        dt_bias: T.Tensor((NB,), f32),
         cu: T.Tensor((NCU,), "int32"),
         r: T.Tensor((NSLOT, HV, C, C), dtype),
         gates: T.Tensor((NSLOT, HV, GATE_ROWS, C), f32),
@@ -80,6 +90,8 @@ def prepare_kernel(dtype: str, g_dtype: str, beta_dtype: str, warps: int = 4):
         normalize_q: T.int32,
         normalize_k: T.int32,
         backward: T.int32,
+        raw_g: T.int32,
+        raw_beta: T.float32,
     ):
         with T.Kernel(NSLOT * H, threads=W * 32, prelude=source) as bx:
             T.annotate_min_blocks_per_sm(MIN_BLOCKS[W])
@@ -93,6 +105,8 @@ def prepare_kernel(dtype: str, g_dtype: str, beta_dtype: str, warps: int = 4):
             q8 = T.alloc_local((8,), dtype)
             gb = T.alloc_local((16 // W,), f32)
             gl = T.alloc_local((2,), f32)
+            log_rate = T.alloc_var(f32)
+            bias = T.alloc_var(f32)
             gate = T.alloc_var(f32)
             shifted = T.alloc_var(f32)
             here = T.alloc_var(f32)
@@ -194,7 +208,22 @@ def prepare_kernel(dtype: str, g_dtype: str, beta_dtype: str, warps: int = 4):
                         )
                     else:
                         T.sync_threads()  # the gates of the heads before are used up
+                    log_rate = 0.0
+                    bias = 0.0
+                    if (raw_g > 0) & (j * STAGED + tx % STAGED < group):
+                        log_rate = A_log[hq * group + j * STAGED + tx % STAGED]
+                        if raw_g > 1:
+                            bias = dt_bias[hq * group + j * STAGED + tx % STAGED]
                     for e in T.unroll(8 // W):
+                        if (e * W * 32 + tx) // STAGED < valid:  # rows behind must not decay
+                            if raw_g > 0:
+                                gb[2 * e] = T.call_extern(
+                                    f32, "gdr_gate", gb[2 * e] + bias, log_rate
+                                )
+                            if raw_beta > 0:
+                                gb[2 * e + 1] = raw_beta * T.call_extern(
+                                    f32, "gdr_sigmoid", gb[2 * e + 1]
+                                )
                         heads_s[tx % STAGED, GC, (e * W * 32 + tx) // STAGED] = gb[2 * e]
                         heads_s[tx % STAGED, BETA, (e * W * 32 + tx) // STAGED] = gb[2 * e + 1]
                     T.sync_threads()

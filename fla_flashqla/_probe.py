@@ -128,12 +128,14 @@ def _cases(device: str, operator: Callable[..., Any]) -> list[Any]:
     v_first = "state_v_first" in inspect.signature(operator).parameters  # since FLA 0.5.1
     dtypes = ("float32", "bfloat16") if device == "cpu" else ("bfloat16", "float16")
     lens = (1, 63, 0, 70) if device == "cpu" else (1, 63, 0, 65, 371)
+    layer = {"l2norm": True, "state_v_first": True, "raw_g": "bias", "raw_beta": 2}  # FLA's own
     forms: tuple[dict[str, Any], ...] = (
         {"B": 2, "T": sum(lens), "state_dtype": None},
         {"lens": lens, "tail": 3, "gates": "strong", "l2norm": True},
         {"lens": lens, "tail": 3, "gates": "zero", "l2norm": True, "state_v_first": True},
+        {"lens": lens, "tail": 3, "gates": "strong", **layer},
     )
-    return [Case(dtype=dtype, **form) for dtype in dtypes for form in forms[: 2 + v_first]]
+    return [Case(dtype=dtype, **form) for dtype in dtypes for form in forms[: 4 if v_first else 2]]
 
 
 def _compare(operator: Callable[..., Any], device: Any, case: Any) -> dict[str, Any]:

@@ -23,6 +23,8 @@ DISPATCH_MODULES = ("fla.backends", "fla.ops.backends")
 
 # What an FLA that has only the old name calls it.
 RENAMED = {"transpose_state_layout": "state_v_first"}
+# What newer releases look for among the keywords that they do not name, and older ones pass over without a word.
+UNNAMED = ("use_gate_in_kernel", "transpose_state_layout")
 
 Operator = Callable[..., Any]
 
@@ -38,6 +40,7 @@ class Binding(NamedTuple):
     prefix: int  # so many leading arguments are the same in both orders
     theirs: tuple[tuple[str, Any], ...]  # arguments that only FLA names, with their defaults
     ours: tuple[tuple[str, Any], ...]  # arguments that only we name: this FLA would ignore them
+    unread: tuple[str, ...]  # likewise of those that FLA takes without naming them
 
     @classmethod
     def between(cls, theirs: Operator, ours: Operator) -> Binding:
@@ -58,6 +61,8 @@ class Binding(NamedTuple):
                 raise Misfit(f"{name!r} defaults to {parameter.default!r}, expected {default!r}")
             if name not in own and parameter.default is kinds.empty:
                 raise Misfit(f"it needs an argument that is unknown here: {name!r}")
+        code = getattr(inspect.unwrap(theirs), "__code__", None)
+        read = {*given, *(code.co_consts if code else ())}  # a keyword is looked up by its name
         agree = [a == b for a, b in zip(names, own, strict=False)]
         return cls(
             names,
@@ -68,6 +73,7 @@ class Binding(NamedTuple):
                 for n, p in own.items()
                 if n not in plain and p.kind is not kinds.VAR_KEYWORD
             ),
+            tuple(name for name in UNNAMED if name not in read),
         )
 
     def __call__(
@@ -82,6 +88,9 @@ class Binding(NamedTuple):
             args = args[: self.prefix]
         for name, default in self.ours:
             if kwargs.get(name, default) is not default:
+                raise Unsupported(f"this FLA's operator has no argument {name}")
+        for name in self.unread:
+            if kwargs.get(name):
                 raise Unsupported(f"this FLA's operator has no argument {name}")
         for name, default in self.theirs:
             if name in kwargs and kwargs[name] is default:

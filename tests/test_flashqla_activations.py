@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import os
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -15,7 +16,7 @@ from gpu_helpers import poisoned_memory
 from model_helpers import EVERY, compare, gradients, small, trained
 
 import fla_flashqla
-from fla_flashqla import api, chunk, chunk_gated_delta_rule, reference
+from fla_flashqla import api, chunk, chunk_gated_delta_rule, compat, reference
 from fla_flashqla.activations import NONE, Activations
 from fla_flashqla.testing import (
     DIFFERENTIABLE,
@@ -270,3 +271,12 @@ def test_flashqla_activations_keep_their_digits() -> None:
     want = wide.sigmoid() * (-wide).sigmoid()
     torch.testing.assert_close(slope.double(), want, rtol=1e-6, atol=0)
     assert (F.softplus(x).double() - softplus.double()).abs().max() < 1e-5
+
+
+@pytest.mark.fla
+def test_flashqla_activations_are_flas_flags() -> None:
+    """What this FLA's operator reads, known or passed over, is what the binding says."""
+    fla = pytest.importorskip("fla.ops.gated_delta_rule.chunk", reason="needs FLA")
+    binding = compat.Binding.between(fla.chunk_gated_delta_rule, chunk_gated_delta_rule)
+    source = Path(fla.__file__).read_text()
+    assert binding.unread == tuple(name for name in compat.UNNAMED if name not in source)

@@ -3,9 +3,18 @@
 
 import pytest
 import torch
-from gpu_helpers import DEVICE, ROWS, answered, assert_same, run_ours
+from gpu_helpers import (
+    DEVICE,
+    LENS,
+    ROWS,
+    answered,
+    assert_same,
+    poisoned_memory,
+    run_ours,
+    used_rows,
+)
 from model_helpers import EVERY, gradients
-from test_flashqla_backward import beside_its_model, operator, poisoned_memory, used_rows
+from test_flashqla_backward import beside_its_model, operator
 
 from fla_flashqla import chunk, reference
 from fla_flashqla.call import describe
@@ -23,7 +32,6 @@ from fla_flashqla.testing import (
 
 pytestmark = [pytest.mark.gpu, pytest.mark.sm90, pytest.mark.fla]
 DTYPE = pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-LENS = (0, 1, 63, 0, 0, 64, 65, 127, 128, 300, 0)  # as test_flashqla_forward.py
 LAYER = {"raw_g": "bias", "raw_beta": 2, "l2norm": True, "state_v_first": True}  # of FLA
 FLAGS = {
     "gate": {"raw_g": "bias"},
@@ -59,12 +67,8 @@ def check(x, form=reference.recurrent_gated_delta_rule):
     for name, dx in got.items():
         assert dx.dtype == x[name].dtype and dx.shape == x[name].shape, name
         limit = max(GRADIENT_BOUNDS[dtype], GRADIENT_BOUNDS.get(str(dx.dtype)[6:], 0.0))
-        if name in (
-            "g",
-            "A_log",
-            "dt_bias",
-        ):  # differences of large sums, see test_flashqla_backward.py
-            limit *= 2
+        # Differences of large sums, see test_flashqla_backward.py, and few numbers that add many of those up.
+        limit *= {"g": 2, "A_log": 4, "dt_bias": 4}.get(name, 1)
         truth = want[name]
         if name in ROWS:
             if rows.stop is not None:
@@ -163,7 +167,10 @@ def test_flashqla_activations_on_gpu_no_host_sync():
 
 
 def test_flashqla_activations_on_gpu_are_what_fla_computes(monkeypatch):
-    """FLA's Triton kernels, from the same call."""
+    """FLA's Triton kernels, from the same call; untuned, as in gpu_helpers.py."""
+    from triton.runtime.autotuner import Autotuner
+
+    monkeypatch.setattr(Autotuner, "prune_configs", lambda tuner, _: tuner.configs[:1])
     x = inputs(T=200, g_dtype="bfloat16", beta_dtype="bfloat16", H=2, HV=2, **LAYER)
     do, dht = make_output_gradients(x)
     got = run(x, do, dht)

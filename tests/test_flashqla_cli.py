@@ -105,7 +105,7 @@ def test_flashqla_check_reach_is_proved(whole_run: subprocess.CompletedProcess[s
     assert record["reach"]["answered"] == "reference"
     assert record["reach"]["mechanism"]
     cases = record["correctness"]["cases"]
-    assert len(cases) == 6
+    assert len(cases) == 8
     for case in cases:
         assert case["ok"] and case["answered"] == "reference"
         assert all(0 < error <= case["bound"] for error in case["relative_errors"].values())
@@ -117,7 +117,7 @@ def test_flashqla_check_typical_calls(whole_run: subprocess.CompletedProcess[str
     calls = json.loads(whole_run.stdout)["calls"]
     assert calls["hypothetical"] is True and calls["sm"] == [9, 0]
     paths = [(row["path"], row["reason"]) for row in calls["rows"]]
-    assert [path for path, _ in paths] == ["ours", "ours", "ours", "FLA", "FLA", "FLA"]
+    assert [path for path, _ in paths] == ["ours", "ours", "ours", "ours", "FLA", "FLA"]
     assert paths[0][1].startswith("Plan(arch='sm90'")
     assert "gradients=True" in paths[2][1] and "float32" in paths[5][1]
 
@@ -133,7 +133,7 @@ def test_flashqla_check_text(whole_run: subprocess.CompletedProcess[str]) -> Non
         "note: no GPU",
     ):
         assert part in text
-    assert text.count("\n  ok    ") == 6 and "FAIL" not in text
+    assert text.count("\n  ok    ") == 8 and "FAIL" not in text
     record["correctness"]["cases"][0] |= {"ok": False, "error": "ValueError: broken"}
     record |= {"ok": False, "problems": ["it is broken"]}
     text = "\n".join(cli.render(record))
@@ -330,4 +330,4 @@ def test_flashqla_check_on_hopper() -> None:
     """Our kernels answer, by counters, and agree with float64."""
     reach, correctness, problems, _ = through_fla("cuda:0")
     assert problems == [] and reach["answered"] == "kernels"
-    assert [case["answered"] for case in correctness["cases"]] == ["kernels"] * 6
+    assert [case["answered"] for case in correctness["cases"]] == ["kernels"] * 8

@@ -126,6 +126,16 @@ def test_flashqla_binding_keeps_what_only_flas_signature_names() -> None:
     assert binding((), {"state_v_first": False})[1] == {"state_v_first": False}
 
 
+def test_flashqla_binding_of_keywords_that_flas_operator_passes_over() -> None:
+    """It would compute something else without a word: the call is FLA's."""
+    binding = compat.Binding.between(operator_with(FLA_041), describe)
+    for name in ("use_gate_in_kernel", "transpose_state_layout"):
+        with pytest.raises(Unsupported, match=f"no argument {name}"):
+            binding((), {name: True})
+        assert binding((), {name: False}) == ((), {name: False})
+        assert BINDING((), {name: True}) == ((), {name: True})
+
+
 def test_flashqla_binding_of_malformed_calls() -> None:
     binding = compat.Binding.between(operator_with(FLA_041), describe)
     with pytest.raises(TypeError, match="more values"):

@@ -68,9 +68,9 @@ def test_flashqla_forward_launches_follow_each_other(
     monkeypatch.setattr(chunk, "build", lambda plan: built)
     monkeypatch.setattr(segments, "build", lambda plan: cut)
     monkeypatch.setattr(api, "plan", lambda call: replace(plan(call), segment=segment, splits=2))
-    x = make_inputs(
-        Case(lens=(70, 0, 5), state_dtype="bfloat16", cu_dtype="int64", dtype="float16")
-    )
+    raw = {"raw_g": "bias", "raw_beta": 2, "parameter_dtype": "bfloat16"}
+    dtypes = {"dtype": "float16", "state_dtype": "bfloat16", "cu_dtype": "int64"}
+    x = make_inputs(Case(lens=(70, 0, 5), **dtypes, **raw))
     wide = {n: x[n].repeat_interleave(2, -1)[..., ::2] for n in ("q", "k", "v", "g", "beta")}
     wide["cu_seqlens"] = x["cu_seqlens"].repeat_interleave(2)[::2]
     wide["initial_state"] = x["initial_state"].mT.contiguous().mT

@@ -26,6 +26,7 @@ from fla_flashqla.testing import (
 )
 
 LENS = (0, 1, 63, 0, 0, 64, 65, 127, 128, 129, 300, 0)
+LAYER = {"raw_g": "bias", "raw_beta": 2, "l2norm": True, "state_v_first": True}  # of FLA
 ROWS = ("q", "k", "v", "g", "beta")
 REHEARSE = segments.rehearse
 
@@ -67,6 +68,21 @@ def test_flashqla_segments(
     launched = cut(tokens)
     check(square(lens=LENS, tail=9, gates=gates))
     check(square(B=3, gates=gates))
+    assert launched == ["prepare", "segments", "combine", "forward"] * 2
+
+
+@pytest.mark.parametrize("gates", ["strong", "mild"])
+@pytest.mark.parametrize(
+    "flags",
+    [LAYER, {"raw_g": "no_bias"}, {"raw_beta": 1, "scale": -0.3}],
+    ids=["layer", "g", "beta"],
+)
+def test_flashqla_segments_of_made_gates_and_betas(
+    flags: dict[str, Any], gates: str, cut: Any
+) -> None:
+    launched = cut(128)
+    check(square(lens=LENS, tail=9, gates=gates, **flags))
+    check(square(B=3, gates=gates, **flags))
     assert launched == ["prepare", "segments", "combine", "forward"] * 2
 
 
@@ -167,11 +183,14 @@ def test_flashqla_segments_drop_less_than_rounding(dtype: str, cut: Any) -> None
     patch.undo()
 
 
-def test_flashqla_segments_under_a_backward(cut: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("flags", [{}, LAYER], ids=["plain", "layer"])
+def test_flashqla_segments_under_a_backward(
+    flags: dict[str, Any], cut: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     launched = cut(64)
     planned = replace(api.plan(None), gradients=True)  # type: ignore[arg-type]
     monkeypatch.setattr(api, "plan", lambda call: planned)
-    x = square(T=200, gates="mild")
+    x = square(T=200, gates="mild", **flags)
     do, dht = make_output_gradients(x)
     compare(gradients(x, do, dht), oracle_gradients(x, do, dht))
     whole = ["states", "reverse", "gradients"]

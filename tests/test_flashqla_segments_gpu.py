@@ -12,6 +12,7 @@ from fla_flashqla.plan import Plan, plan
 from fla_flashqla.testing import (
     BOUNDS,
     DIFFERENTIABLE,
+    PARAMETERS,
     Case,
     make_inputs,
     make_output_gradients,
@@ -25,6 +26,7 @@ DTYPE = pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 GATES = pytest.mark.parametrize("gates", ["strong", "mild", "zero", "published"])
 MODE = pytest.mark.parametrize("mode", ["exact", "auto"])
 LENS = (0, 1, 63, 0, 0, 64, 65, 127, 128, 129, 700, 0)
+LAYER = {"raw_g": "bias", "raw_beta": 2, "l2norm": True, "state_v_first": True}  # of FLA
 
 
 def inputs(seed=0, **fields):
@@ -57,6 +59,19 @@ def test_flashqla_segments_gpu(dtype, gates, mode, tokens, shares, cut):
     check(inputs(T=1000, dtype=dtype, gates=gates))
     check(inputs(B=2, T=640, dtype=dtype, gates=gates, l2norm=True))
     check(inputs(lens=LENS, tail=70, dtype=dtype, gates=gates, cu_dtype="int64"))
+
+
+@DTYPE
+@MODE
+@pytest.mark.parametrize("gates", ["strong", "mild"])
+@pytest.mark.parametrize(
+    "flags", [LAYER, {"raw_g": "no_bias", "raw_beta": 1}], ids=["layer", "raw"]
+)
+def test_flashqla_segments_gpu_of_made_gates_and_betas(flags, gates, mode, dtype, cut):
+    cut(128, mode)
+    fields = {"dtype": dtype, "gates": gates, **flags}
+    check(inputs(T=1000, beta_dtype="bfloat16", g_dtype="bfloat16", **fields), fla=False)
+    check(inputs(lens=LENS, tail=70, H=1, HV=3, **fields), fla=False)
 
 
 @DTYPE
@@ -173,16 +188,18 @@ def test_flashqla_segments_gpu_repeats_are_bit_identical(cut):
 
 
 @DTYPE
-def test_flashqla_segments_gpu_under_a_backward(dtype, cut):
+@pytest.mark.parametrize("flags", [{}, LAYER], ids=["plain", "layer"])
+def test_flashqla_segments_gpu_under_a_backward(flags, dtype, cut):
     """The backward takes whole sequences and gives the same gradients either way."""
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
-    x = inputs(lens=(300, 0, 200), dtype=dtype, gates="mild")
+    x = inputs(lens=(300, 0, 200), dtype=dtype, gates="mild", **flags)
+    names = [n for n in (*DIFFERENTIABLE, *PARAMETERS) if n in x]
     do, dht = make_output_gradients(x)
     found = []
     for mode in ("off", "auto"):
         cut(64, mode)
-        leaves = {n: x[n].detach().clone().requires_grad_() for n in DIFFERENTIABLE}
+        leaves = {n: x[n].detach().clone().requires_grad_() for n in names}
         results = chunk_gated_delta_rule(**{**x, **leaves})
         want = oracle(x)
         assert all(

@@ -4,55 +4,86 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 from matplotlib.figure import Figure
-from report import NAMES, Table
+from report import MODES, Result, Table
+
+from fla_flashqla.cases import NAMES
 
 COLUMNS = 3
 COLORS = {"ours": "#1b7837", "fla": "#bdbdbd", "flash_qla": "#7fb3d5", "flashinfer": "#e59866"}
 
 
-def draw(table: Table, latency: Path, speedup: Path) -> None:
-    """Write both pictures as SVG, the same for the same rows."""
-    save(latency_bars(table), latency, table.digest)
-    save(speedup_map(table), speedup, table.digest)
-
-
-def save(figure: Figure, path: Path, digest: str) -> None:
+def draw(table: Table, kind: str, path: Path) -> None:
+    """Write a picture as SVG, the same for the same rows."""
+    figure = FIGURES[kind](table)
     path.parent.mkdir(parents=True, exist_ok=True)
     with matplotlib.rc_context({"svg.hashsalt": "fla_flashqla", "svg.fonttype": "none"}):
-        figure.savefig(path, metadata={"Date": None, "Description": f"rows {digest}"})
+        figure.savefig(path, metadata={"Date": None, "Description": f"rows {table.digest}"})
+
+
+def plots(
+    figure: Figure, table: Table, shown: dict[str, list[Result]], title: str
+) -> Iterator[tuple[Any, list[Result]]]:
+    """A plot per head configuration, of the same logarithmic milliseconds: axes and results."""
+    heads = list(shown)
+    times = [ms for r in sum(shown.values(), []) for p in table.providers if (ms := r.ms(p))]
+    rows = -(-len(heads) // COLUMNS)
+    figure.set_size_inches(5 * COLUMNS, 3 * rows + 0.5)
+    grid = list(figure.subplots(rows, COLUMNS, squeeze=False, sharey=True).flat)
+    for axes in grid[len(heads) :]:
+        axes.set_axis_off()
+    for axes, config in zip(grid, heads, strict=False):
+        yield axes, shown[config]
+        axes.set_title(f"H:HV = {config}")
+        axes.set_yscale("log")
+        axes.set_ylim(min(times, default=1.0) / 2, max(times, default=1.0) * 1.5)
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.set_ylabel("ms")
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels))
+    figure.suptitle(title)
 
 
 def latency_bars(table: Table) -> Figure:
-    """One plot per head configuration, with the providers side by side for each set of lengths."""
-    heads = list(dict.fromkeys(r.case.heads for r in table.results))
-    rows = -(-len(heads) // COLUMNS)
-    figure = Figure(figsize=(5 * COLUMNS, 3 * rows + 0.5), layout="constrained")
-    grid = list(figure.subplots(rows, COLUMNS, squeeze=False).flat)
-    for axes in grid[len(heads) :]:
-        axes.set_axis_off()
+    """The providers side by side for each set of lengths."""
+    figure = Figure(layout="constrained")
     width = 0.8 / len(table.providers)
-    for axes, config in zip(grid, heads, strict=False):
-        results = [r for r in table.results if r.case.heads == config]
+    title = f"{table.title}.{MODES[table.mode].note}"
+    for axes, results in plots(figure, table, table.heads, title):
         for i, provider in enumerate(table.providers):
+            times = [r.ms(provider) or math.nan for r in results]
             x = [n - 0.4 + width * (i + 0.5) for n in range(len(results))]
-            times = [r.row.get(provider) or 0.0 for r in results]
             axes.bar(x, times, width, label=NAMES[provider], color=COLORS[provider])
-        axes.set_title(f"H:HV = {config}")
-        axes.set_ylabel("ms")
         ticks = [r.case.seqs for r in results]
         axes.set_xticks(range(len(results)), ticks, rotation=45, ha="right", fontsize=8)
-    figure.axes[0].legend()
-    figure.suptitle(table.title)
+    return figure
+
+
+def scaling(table: Table) -> Figure:
+    """One sequence of growing length."""
+    figure = Figure(layout="constrained")
+    title = f"{table.title}: one sequence of T tokens"
+    for axes, results in plots(figure, table, table.scaling, title):
+        lengths = [r.lens[0] for r in results]
+        for provider in table.providers:
+            times = [r.ms(provider) or math.nan for r in results]
+            style = {"color": COLORS[provider], "marker": "o"}
+            axes.plot(lengths, times, label=NAMES[provider], **style)
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(lengths, list(map(str, lengths)))
+        axes.set_xticks([], minor=True)
+        axes.set_xlabel("T")
     return figure
 
 
 def speedup_map(table: Table) -> Figure:
     """Time of the best other provider by ours, heads against lengths: blue where ours is faster."""
-    heads = list(dict.fromkeys(r.case.heads for r in table.results))
+    heads = list(table.heads)
     lengths = list(dict.fromkeys(r.case.seqs for r in table.results))
     ratios = {(r.case.heads, r.case.seqs): r.ratio for r in table.results}
     values = [[math.log2(ratios.get((h, s)) or math.nan) for s in lengths] for h in heads]
@@ -69,3 +100,11 @@ def speedup_map(table: Table) -> Figure:
     axes.set_ylabel("H:HV")
     axes.set_title(f"{table.title}\nbest other / ours", fontsize=10)
     return figure
+
+
+FIGURES = {
+    "ms": latency_bars,
+    "speedup": speedup_map,
+    "scaling": scaling,
+    "host": latency_bars,
+}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The side-by-side timer with stand-ins on the CPU, its files, and README's tables of them."""
+"""The side-by-side timer with stand-ins on the CPU, its cases, and its files."""
 
 from __future__ import annotations
 
@@ -17,18 +17,17 @@ import pytest
 import torch
 
 import fla_flashqla
-from fla_flashqla import reference
+from fla_flashqla import bench, cases, reference
 
 ROOT = Path(__file__).resolve().parent.parent
 BENCHMARKS = ROOT / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
-import bench_gated_delta_rule as bench  # noqa: E402
+import bench_gated_delta_rule as script  # noqa: E402
 import records  # noqa: E402
-import report  # noqa: E402
 
 ENVIRONMENT = {"environment": True, "gpu": "NVIDIA H200", "time": "2026-01-01T00:00:00Z"}
-CASE = records.Case("1:2", "5+3", "fwd", "published")
+CASE = cases.Case("1:2", "5+3", "fwd", "published")
 REFERENCE = bench.Provider(reference.chunk_gated_delta_rule)
 
 
@@ -42,14 +41,14 @@ def timers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(bench.TIMERS, "graph", lambda make: (make()(), 1.5)[1])
 
 
-def measure(providers: dict[str, Any], *cases: records.Case, **options: Any) -> list[Any]:
+def measure(providers: dict[str, Any], *wanted: cases.Case, **options: Any) -> list[Any]:
     rows: list[Any] = []
-    assert bench.run(list(cases), providers, rows.append, device="cpu", **options)
+    assert bench.run(list(wanted), providers, rows.append, device="cpu", **options)
     return rows
 
 
-def plan(*argv: str) -> list[records.Case]:
-    return bench.plan(bench.arguments(list(argv)))
+def plan(*argv: str) -> list[cases.Case]:
+    return script.plan(script.arguments(list(argv)))
 
 
 # Cases
@@ -68,39 +67,70 @@ def plan(*argv: str) -> list[records.Case]:
     ],
 )
 def test_flashqla_bench_lengths(text: str, lens: list[int]) -> None:
-    assert records.parse_seqs(text) == lens
+    assert cases.parse_seqs(text) == lens
 
 
 @pytest.mark.parametrize("text", ["", "x", "8x", "0", "0x8", "2x3x4", "-1", "rand0_8", "rand9_8"])
 def test_flashqla_bench_wrong_lengths(text: str) -> None:
     with pytest.raises(ValueError, match=f"got '{text}'"):
-        records.parse_seqs(text)
+        cases.parse_seqs(text)
 
 
 @pytest.mark.parametrize("text", ["", "8", "2:7", "0:8", "a:b", "2:4:8"])
 def test_flashqla_bench_wrong_heads(text: str) -> None:
     with pytest.raises(ValueError, match=f"got '{text}'"):
-        records.parse_heads(text)
+        cases.parse_heads(text)
 
 
-def test_flashqla_bench_sets() -> None:
+def counts(wanted: list[cases.Case]) -> list[int]:
+    assert len(set(wanted)) == len(wanted)
+    for case in wanted:
+        tokens = sum(cases.parse_seqs(case.seqs))
+        assert 2048 <= tokens <= 32768 and cases.parse_heads(case.heads)
+    return [sum(case.step == step for case in wanted) for step in cases.STEPS]
+
+
+def test_flashqla_bench_published_set() -> None:
+    """Nine head configurations with nineteen length sets; the backward's four with eight."""
     published = plan()
-    assert [sum(case.step == step for case in published) for step in bench.STEPS] == [28, 16, 0]
+    assert counts(published) == [9 * 19, 4 * 8, 0]
+    for step, total in (("fwd", [2048, 4096, 8192, 16384, 32768]), ("bwd", [8192, 32768])):
+        lens = [cases.parse_seqs(case.seqs) for case in published if case.step == step]
+        assert sorted({sum(x) for x in lens}) == total
+    pieces = {(len(x), sum(x)) for x in lens}
+    assert pieces == {(n, tokens) for n in (1, 2, 4, 8) for tokens in (8192, 32768)}
     heads = [case.heads for case in published]
-    assert heads == sorted(heads, key=["2:8", "4:16", "8:32", "16:64"].index)
-    assert {case.seqs for case in plan("--pass", "step")} == set(bench._RANDOM)
-    assert len(plan("--set", "heads")) == len(set(plan("--set", "heads"))) == 12
-    for case in published + plan("--set", "heads"):
-        H, HV = records.parse_heads(case.heads)
-        assert HV % H == 0 and 2048 <= sum(records.parse_seqs(case.seqs)) <= 32768
+    assert heads == sorted(heads, key=list(dict.fromkeys(heads)).index)  # each one's rows together
+
+
+def test_flashqla_bench_published_set_in_several_runs() -> None:
+    """A run for each head configuration takes the set's passes and lengths for it, and all are all."""
+    published = plan("--set", "published")
+    runs = [plan("--set", "published", "--heads", h) for h in {case.heads for case in published}]
+    assert sorted(sum(runs, [])) == sorted(published)
+    assert counts(plan("--heads", "16:48")) == [19, 0, 0]
+    assert counts(plan("--heads", "16:32")) == [19, 8, 0]
+    assert counts(plan("--heads", "2:4")) == [0, 8, 0]
+    assert counts(plan("--heads", "16:48", "--pass", "fwd,bwd")) == [19, 8, 0]
+    assert counts(plan("--heads", "16:48", "--seqs", "8192x4")) == [1, 1, 0]
+
+
+def test_flashqla_bench_other_sets() -> None:
+    targets = plan("--set", "targets")
+    assert counts(targets) == [28, 16, 0]
+    assert list(dict.fromkeys(c.heads for c in targets)) == ["2:8", "4:16", "8:32", "16:64"]
+    steps = plan("--set", "targets", "--pass", "step")
+    assert {case.seqs for case in steps} == set(script._RANDOM)
+    assert counts(plan("--set", "heads")) == [12, 0, 0]
 
 
 def test_flashqla_bench_explicit_cases() -> None:
     assert plan("--heads", "3:6", "--seqs", "64,2x8", "--pass", "fwd,bwd", "--gates", "zero") == [
-        records.Case("3:6", seqs, step, "zero") for step in ("fwd", "bwd") for seqs in ("64", "2x8")
+        cases.Case("3:6", seqs, step, "zero") for step in ("fwd", "bwd") for seqs in ("64", "2x8")
     ]
     assert {case.heads for case in plan("--heads", "3:6")} == {"3:6"}
     assert plan("--heads", "1:1", "--seqs", "8", "--eager")[0].mode == "eager"
+    assert plan("--heads", "1:1", "--seqs", "8", "--warm")[0].mode == "warm"
 
 
 @pytest.mark.parametrize(
@@ -108,7 +138,7 @@ def test_flashqla_bench_explicit_cases() -> None:
 )
 def test_flashqla_bench_usage(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as raised:
-        bench.arguments(argv)
+        script.arguments(argv)
     assert raised.value.code == 2
     assert re.search(r"got|none of|needs --out", capsys.readouterr().err)
 
@@ -116,11 +146,11 @@ def test_flashqla_bench_usage(argv: list[str], capsys: pytest.CaptureFixture[str
 # Providers
 
 
-@pytest.mark.parametrize("step", bench.STEPS)
+@pytest.mark.parametrize("step", cases.STEPS)
 def test_flashqla_bench_row(step: str) -> None:
     case = CASE._replace(step=step)
     (row,) = measure({"fla": REFERENCE}, case)
-    assert records.Case.of(row) == case
+    assert cases.Case.of(row) == case
     assert row == case._asdict() | {"fla": 1.5}
 
 
@@ -224,7 +254,7 @@ def test_flashqla_bench_gradient_errors(heads: str) -> None:
 
 def test_flashqla_bench_environment() -> None:
     record = records.environment(["--eager"], None)
-    assert record.keys() >= {"gpu", "sms", "driver", "cuda", "time", "argv", *records.VERSIONS}
+    assert record.keys() >= {"gpu", "sms", "driver", "cuda", "time", "argv", *cases.VERSIONS}
     assert record["environment"] is True and record["argv"] == ["--eager"]
     assert record["fla-flashqla"] == fla_flashqla.__version__ and record["torch"]
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", record["time"])
@@ -260,7 +290,7 @@ def start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Start:
     """Run the command on an invented GPU; return its exit code and the file's records."""
     environment = dict(ENVIRONMENT)
     monkeypatch.setattr(bench, "works", lambda device: True)
-    for name in records.PROVIDERS:
+    for name in cases.PROVIDERS:
         monkeypatch.setitem(bench.LOADERS, name, lambda: REFERENCE)
     monkeypatch.setattr(records, "environment", lambda argv, _: environment | {"argv": argv})
     monkeypatch.setenv("TRITON_CACHE_AUTOTUNING", "1")
@@ -270,13 +300,13 @@ def start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Start:
     def run(*argv: str, stop_at: str = "", **changed: Any) -> tuple[int, list[Any]]:
         environment.update(changed)
 
-        def fake(provider: Any, case: records.Case, *_: Any) -> Any:
+        def fake(provider: Any, case: cases.Case, *_: Any) -> Any:
             if case.seqs == stop_at:
                 raise KeyboardInterrupt
             return {"ms": 1.5}
 
         monkeypatch.setattr(bench, "measure", fake)
-        code = bench.main([*rows, "--out", str(out), *argv])
+        code = script.main([*rows, "--out", str(out), *argv])
         return code, [json.loads(line) for line in out.read_text().splitlines()]
 
     return run
@@ -347,112 +377,3 @@ def test_flashqla_bench_damaged_file(line: str, text: str, tmp_path: Path) -> No
     (tmp_path / "x.jsonl").write_text(line + "\n")
     with pytest.raises(ValueError, match=f"x.jsonl:1: .*{text}"):
         list(records.read(tmp_path / "x.jsonl"))
-
-
-# The report
-
-
-@pytest.fixture
-def tree(tmp_path: Path) -> Path:
-    (tmp_path / "README.md").write_text(f"before\n{report.BEGIN}{report.END}after\n")
-    return tmp_path
-
-
-def put(tree: Path, name: str, *rows: Any, **environment: Any) -> None:
-    path = tree / "benchmarks" / "results" / "h200" / f"{name}.jsonl"
-    records.append(path, ENVIRONMENT | environment)
-    for row in rows:
-        records.append(path, {"heads": "2:8", "step": "fwd", "gates": "published"} | row)
-
-
-def cells(tree: Path) -> list[list[str]]:
-    lines = [x for x in (tree / "README.md").read_text().splitlines() if x.startswith("| 2:8")]
-    return [line.strip("| ").split(" | ")[1:] for line in lines]
-
-
-def test_flashqla_report_table(tree: Path) -> None:
-    """The newest row counts whatever its file is called; losses and failures are shown."""
-    win = {"seqs": "8192x4", "ours": 1.0, "fla": 3.0, "flash_qla": 2.0}
-    loss = {"seqs": "1x2048", "ours": 2.0, "fla": 3.0, "flash_qla": 1.0}
-    none = {"seqs": "1x8192", "ours": None, "fla": 3.0, "error": {"ours": "Unsupported: no"}}
-    eager = {"seqs": "64", "mode": "eager", "ours": [1.0, 2.0], "fla": [1.0, 2.0]}
-    other_kind = {"environment": False, "kernel": "forward", "ms": 1.0}
-    put(tree, "b", win | {"ours": 0.1}, loss, torch="2.8.0")
-    put(tree, "a", win, none, eager, time="2026-02-01T00:00:00Z", torch="2.9.0", commit=None)
-    records.append(tree / "benchmarks" / "results" / "h200" / "a.jsonl", other_kind)
-    assert report.main(["--check"], tree) == 1
-    assert report.main([], tree) == 0 and report.main(["--check"], tree) == 0
-    assert cells(tree) == [
-        ["8192x4", "1.000", "3.000", "2.000", "2.00", "1"],
-        ["1x8192", "n/a", "3.000", "–", "–", "1"],
-        ["1x2048", "2.000", "3.000", "1.000", "0.50", "2"],
-    ]
-    text = (tree / "README.md").read_text()
-    assert text.startswith("before\n") and text.endswith("after\n")
-    assert "1.00 in the geometric mean, 2.00 at best (2:8 8192x4), 0.50 at worst" in text
-    assert "slower in 1. Without such a ratio: 1. Not measured: FlashInfer." in text
-    assert "1. [a.jsonl](benchmarks/results/h200/a.jsonl), 2026-02-01: torch 2.9.0\n" in text
-    assert "2. [b.jsonl](benchmarks/results/h200/b.jsonl), 2026-01-01: torch 2.8.0\n" in text
-
-
-def test_flashqla_report_tables_by_pass_gates_and_dtype(tree: Path) -> None:
-    row = {"seqs": "64", "ours": 1.0}
-    put(
-        tree, "a", row, row | {"step": "bwd"}, row | {"gates": "strong"}, row | {"dtype": "float16"}
-    )
-    report.main([], tree)
-    assert re.findall(r"### NVIDIA H200: (.+)", (tree / "README.md").read_text()) == [
-        "forward, bfloat16, published gates",
-        "forward, bfloat16, strong gates",
-        "backward, bfloat16, published gates",
-        "forward, float16, published gates",
-    ]
-    assert cells(tree) == [["64", "1.000", "–", "1"]] * 4
-
-
-def test_flashqla_report_wrong_folder(tree: Path) -> None:
-    put(tree, "a", {"seqs": "64", "ours": 1.0}, gpu="NVIDIA GB200")
-    with pytest.raises(ValueError, match="belong into a folder gb200"):
-        report.main([], tree)
-
-
-def test_flashqla_report_pictures(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Drawn from enough rows, linked, the same each time, and stale once the rows change."""
-    pytest.importorskip("matplotlib")
-    rows = [{"seqs": str(64 * n), "ours": 1.0, "fla": 0.2 * n} for n in range(1, 14)]
-    put(tree, "a", *rows[:12], rows[0] | {"ours": None, "seqs": "32"})
-    assert report.main([], tree) == 0 and report.main(["--check"], tree) == 0
-    folder = tree / "benchmarks" / "results" / "h200"
-    drawn = {path.name: path.read_text() for path in folder.glob("*.svg")}
-    assert drawn.keys() == {f"fwd-published-bfloat16-{kind}.svg" for kind in ("ms", "speedup")}
-    assert all(f"results/h200/{name}" in (tree / "README.md").read_text() for name in drawn)
-    bars, speedup = (drawn[f"fwd-published-bfloat16-{kind}.svg"] for kind in ("ms", "speedup"))
-    assert ">H:HV = 2:8<" in bars and ">FLA<" in bars and ">0.20<" in speedup
-    (folder / "fwd-published-bfloat16-ms.svg").unlink()
-    assert report.main(["--check"], tree) == 1
-    report.main([], tree)
-    assert {path.name: path.read_text() for path in folder.glob("*.svg")} == drawn
-    put(tree, "b", rows[12])
-    capsys.readouterr()
-    assert report.main(["--check"], tree) == 1
-    assert len(re.findall("stale: .*svg", capsys.readouterr().out)) == 2
-
-
-# What is in the tree
-
-
-def test_flashqla_readme_performance_is_not_stale() -> None:
-    assert report.main(["--check"]) == 0, "run `python benchmarks/report.py`"
-
-
-def test_flashqla_results_name_no_machine() -> None:
-    for path in (BENCHMARKS / "results").rglob("*.jsonl"):
-        for line in path.read_text().splitlines():
-            assert not any(a.startswith("/") for a in json.loads(line).get("argv", [])), path
-
-
-def test_flashqla_benchmark_files() -> None:
-    for path in BENCHMARKS.glob("*.py"):
-        lines = path.read_text().splitlines()
-        assert lines[:1] == ["# SPDX-License-Identifier: MIT"], path
-        assert len(lines) <= 500, path

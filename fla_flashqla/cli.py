@@ -4,12 +4,15 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import math
+import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from fla_flashqla import __version__
+from fla_flashqla import __version__, cases
 
 _CHECK = """\
 Reports versions, the GPU and the compiler, proves that FLA's operator reaches this package, compares
@@ -26,7 +29,17 @@ so that the first call of a later process needs neither time nor nvcc. No GPU is
 be filled when an image is built. Lengths, batch sizes, head counts and scales need no kernels of their own.
 """
 _WARMUP_EXIT = "exit code: 0 if all kernels compiled, 1 if not, 2 for wrong arguments."
-_DTYPES = ("bfloat16", "float16")
+_BENCH = """\
+Times calls of your shapes by this package, by FLA and by flash_qla and FlashInfer where they are installed, side by side on
+the same tensors: milliseconds of one call, the median of CUDA-graph replays, so without the host's time. Heads are H:HV with
+K = V = 128. Lengths are 8192x4 (four sequences), 4096+28672, or rand4_8192 (8192 tokens in four random pieces). The
+first call of each implementation compiles its kernels, which can take minutes.
+"""
+_BENCH_EXIT = """\
+exit code: 0 if ours has a time in every row, 1 if not or if there is no GPU (the last lines say why), 2 for wrong
+arguments, 130 if interrupted; the rows so far are printed then.
+"""
+_DTYPES = cases.DTYPES
 _GATE_DTYPES = ("float32", *_DTYPES)
 
 
@@ -64,6 +77,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     warmup.add_argument(
         "--forward-only", action="store_true", help="leave out the backward pass, for inference"
     )
+    gain = "my heads, my lengths: what do I gain?"
+    bench = command("bench", _bench, gain, _BENCH, _BENCH_EXIT)
+    add, words = bench.add_argument, cases.words
+    add("--heads", type=words(cases.parse_heads), required=True, metavar="H:HV,...")
+    add("--seqs", type=words(cases.parse_seqs), required=True, metavar="LENGTHS,...")
+    add(
+        "--pass",
+        dest="steps",
+        type=words(cases.one_of(cases.STEPS)),
+        default=["fwd", "bwd"],
+        metavar="PASS,...",
+        help="of fwd,bwd,step; step is forward and backward (default: fwd,bwd)",
+    )
+    add("--dtype", choices=_DTYPES, default="bfloat16", help="of q, k and v")
     arguments = parser.parse_args(argv)
     try:
         return int(arguments.run(arguments))
@@ -172,6 +199,63 @@ def _verdict(record: dict[str, Any]) -> str:
     where = record["reach"]["device"]
     what = "kernels" if where != "cpu" else "CPU reference, no GPU of ours"
     return f"Everything that can work on this machine does ({where}: {what})."
+
+
+def _bench(arguments: argparse.Namespace) -> int:
+    from fla_flashqla import bench
+
+    wanted = [
+        cases.Case(heads, seqs, step, "published", arguments.dtype)
+        for heads in arguments.heads
+        for seqs in arguments.seqs
+        for step in arguments.steps
+    ]
+    record: dict[str, Any] = {"schema": 1, "environment": None, "skipped": {}, "rows": []}
+    record |= {"ok": False, "problem": None}
+    try:
+        with contextlib.redirect_stdout(sys.stderr):  # what libraries print
+            bench.compare(wanted, record)
+    except KeyboardInterrupt:
+        record["problem"] = "interrupted"
+        raise
+    finally:  # an interrupted run shows its rows
+        print(json.dumps(record, indent=2) if arguments.json else "\n".join(_compared(record)))
+    return 0 if record["ok"] else 1
+
+
+def _compared(record: dict[str, Any]) -> Iterator[str]:
+    """The record of `bench` as lines of text."""
+    rows, found = record["rows"], record["environment"]
+    if rows:
+        versions = [f"{name} {found[name]}" for name in cases.VERSIONS if found[name]]
+        yield f"{found['gpu']}, {', '.join(versions)}"
+        yield f"{rows[0]['dtype']}, initial and final state, a quarter of the heads without decay; ms"
+        yield ""
+        providers = [name for name in cases.PROVIDERS if name in rows[0]]
+        names = [cases.NAMES[name] for name in providers]
+        titles = ["pass", "H:HV", "lengths", *names, "FLA / ours", "best other / ours"]
+        lines = [titles]
+        for row in rows:
+            times = [cases.milliseconds(row, name) for name in providers]
+            ratios = [cases.ratio(row, ("fla",)), cases.ratio(row)]
+            cells = ["n/a" if ms is None else f"{ms:.3f}" for ms in times]
+            cells += ["-" if ratio is None else f"{ratio:.2f}" for ratio in ratios]
+            lines.append([row["step"], row["heads"], row["seqs"], *cells])
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        for line in lines:
+            yield "  ".join(
+                f"{cell:<{width}}" for cell, width in zip(line, widths, strict=True)
+            ).rstrip()
+        yield ""
+    for row in rows:
+        for name, text in row.get("error", {}).items():
+            yield f"n/a: {name}, {row['step']} {row['heads']} {row['seqs']}: {text}"
+    yield from (f"skipped: {name}: {text}" for name, text in record["skipped"].items())
+    if record["problem"]:
+        yield f"problem: {record['problem']}"
+    if gains := [gain for row in rows if (gain := cases.ratio(row, ("fla",)))]:
+        mean = math.exp(statistics.fmean(map(math.log, gains)))
+        yield f"FLA's own path takes {mean:.2f} times as long as ours (geometric mean of {len(gains)} rows)."
 
 
 def _table(rows: list[tuple[str, Any]]) -> list[str]:

@@ -13,29 +13,39 @@ import torch
 F = TypeVar("F", bound=Callable[..., Any])
 
 
+def _versions(values: Any) -> list[int] | None:
+    """How often each tensor was changed in place; `None` where nobody counts, with inference tensors."""
+    values = values if isinstance(values, tuple) else (values,)
+    tensors = [x for x in values if isinstance(x, torch.Tensor)]
+    return None if any(x.is_inference() for x in tensors) else [x._version for x in tensors]
+
+
 def tensor_cache(function: F) -> F:
     """Remember the last result of `function`.
 
-    A hit needs every argument to be the identical object as in the last call, and no tensor among them to have been
-    changed in place since. The last arguments and result stay alive. Inference tensors, whose changes nobody
-    counts, never hit.
+    A hit needs every argument to be the identical object as in the last call, and no tensor among them or in the result, which
+    may be a tuple, to have been changed in place since. The last arguments and result stay alive. Inference tensors, whose
+    changes nobody counts, never hit.
     """
-    last: tuple[Any, ...] = (None, (), (), None)
+    last: tuple[Any, ...] = (None, (), (), None, ())
 
     @functools.wraps(function)
     def cached(*args: Any, **kwargs: Any) -> Any:
         nonlocal last
         names = (len(args), *sorted(kwargs))
         values = (*args, *(kwargs[name] for name in sorted(kwargs)))
-        tensors = [x for x in values if isinstance(x, torch.Tensor)]
-        if any(x.is_inference() for x in tensors):
+        versions = _versions(values)
+        if versions is None:
             return function(*args, **kwargs)
-        versions = [x._version for x in tensors]
         known = last
-        if known[0] == names and known[2] == versions and all(map(is_, known[1], values)):
+        same = known[0] == names and known[2] == versions and all(map(is_, known[1], values))
+        if same and known[4] == _versions(known[3]):
             return known[3]
-        result = function(*args, **kwargs)
-        last = (names, values, versions, result)
+        with torch.inference_mode(False):  # the next call may be outside, and want to differentiate
+            result = function(*args, **kwargs)
+        made = _versions(result)
+        if made is not None:
+            last = (names, values, versions, result, made)
         return result
 
     return cached  # type: ignore[return-value]

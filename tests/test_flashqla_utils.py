@@ -79,3 +79,29 @@ def test_flashqla_tensor_cache_sees_changes_in_place():
         assert prepare_chunk_offsets(cu, 2)[1] == 4
         cu[2] = 12
         assert prepare_chunk_offsets(cu, 2)[1] == 6
+
+
+def test_flashqla_tensor_cache_sees_changes_of_its_result():
+    cu = bounds(0, 4, 8)
+    first, total = prepare_chunk_offsets(cu, 2)
+    assert prepare_chunk_offsets(cu, 2)[0] is first
+    first.zero_()
+    assert prepare_chunk_offsets(cu, 2)[0].tolist() == [0, 2, 4] and total == 4
+
+
+def test_flashqla_tensor_cache_across_inference_mode():
+    """What was computed inside can take part in a derivative outside."""
+    cu, x = bounds(0, 4, 8), torch.ones(8, requires_grad=True)
+    with torch.inference_mode():
+        rows = prepare_chunk_indices(cu, 2)
+        assert prepare_chunk_indices(cu, 2) is rows
+    assert prepare_chunk_indices(cu, 2) is rows
+    x[rows[:, 1]].sum().backward()
+    assert x.grad is not None
+
+    @tensor_cache
+    @torch.inference_mode()
+    def uncounted(x):
+        return x + 1
+
+    assert uncounted(cu) is not uncounted(cu)

@@ -20,11 +20,17 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import bench_gated_delta_rule as bench
-import records
 import torch
 
-from fla_flashqla import api, arch, chunk_gated_delta_rule, dispatch_report, testing
+from fla_flashqla import (
+    api,
+    arch,
+    bench,
+    cases,
+    chunk_gated_delta_rule,
+    dispatch_report,
+    testing,
+)
 from fla_flashqla.plan import CHUNK, Plan, plan, splits
 
 COUNTS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
@@ -58,8 +64,8 @@ def options(tokens: int, N: int, HV: int, sms: int) -> list[tuple[int, int]]:
 
 
 def measure(heads: str, seqs: str, gates: str, dtype: str, mode: str) -> dict[str, Any]:
-    H, HV = records.parse_heads(heads)
-    lens = tuple(records.parse_seqs(seqs))
+    H, HV = cases.parse_heads(heads)
+    lens = tuple(cases.parse_seqs(seqs))
     case = testing.Case(H, HV, lens=lens, dtype=dtype, gates=gates)
     inputs = testing.make_inputs(case, "cuda")
     planned = api.decide((), inputs)

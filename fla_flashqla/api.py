@@ -7,18 +7,20 @@ import os
 import threading
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from fla_flashqla import arch, autograd, chunk, env, reference, report, segments
 from fla_flashqla.activations import Activations
 from fla_flashqla.call import Unsupported, describe
+from fla_flashqla.layout import Layout
 from fla_flashqla.plan import Plan, Reference, Refusal, plan
 from fla_flashqla.report import logger
 
 Decision = Plan | Reference | Refusal
 Result = tuple[torch.Tensor, torch.Tensor | None]
+T = TypeVar("T")
 
 
 class FirstLaunchError(Exception):
@@ -110,10 +112,10 @@ def _cut(plan: Plan, device_index: int) -> Plan:
     return replace(plan, exact=True) if mode == "exact" else plan
 
 
-def decide(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Decision:
-    """Say what answers a call; a plan is returned with its kernels built."""
+def decide(args: tuple[Any, ...], kwargs: dict[str, Any], gradients: bool = False) -> Decision:
+    """Say what answers a call, which `gradients` follow in any case; a plan is returned with its kernels built."""
     call = describe(*args, **kwargs)
-    decision = plan(call)
+    decision = plan(call._replace(needs_grad=True) if gradients else call)
     if isinstance(decision, Plan):
         if decision.segment:
             decision = _cut(decision, call.device_index)
@@ -165,6 +167,22 @@ def _answer(plan: Plan, q: torch.Tensor, *args: Any) -> chunk.Forward:
     return forward
 
 
+def _rehearse(step: str, plan: Plan, device: torch.device) -> None:
+    if _place(step, plan, device) not in _kernels[plan.key(step)].proven:
+        launch = segments.rehearse if step == "segments" else chunk.rehearse_backward
+        _launch(step, plan, device, launch, plan, device)
+
+
+def _rehearsed(plan: Plan, device: torch.device) -> Plan:
+    """The plan, without segments if their kernels turn out not to run."""
+    try:
+        if plan.segment:
+            _rehearse("segments", plan, device)
+    except FirstLaunchError:
+        return replace(plan, segment=0, segment_splits=1)
+    return plan
+
+
 def _forward(
     plan: Plan,
     q: torch.Tensor,
@@ -183,14 +201,7 @@ def _forward(
     *_: Any,
     **keywords: Any,
 ) -> Result:
-    if (
-        plan.segment
-        and _place("segments", plan, q.device) not in _kernels[plan.key("segments")].proven
-    ):
-        try:
-            _launch("segments", plan, q.device, segments.rehearse, plan, q.device)
-        except FirstLaunchError:
-            plan = replace(plan, segment=0, segment_splits=1)
+    plan = _rehearsed(plan, q.device)
     # What is not passed on restates what is, or decides nothing here.
     if "transpose_state_layout" in keywords:
         state_v_first = reference.renamed(keywords["transpose_state_layout"])
@@ -211,8 +222,7 @@ def _forward(
     )
     if plan.gradients:
         # FLA cannot take over in the middle of a training step, so what fails shall fail now.
-        if _place("backward", plan, q.device) not in _kernels[plan.key("backward")].proven:
-            _launch("backward", plan, q.device, chunk.rehearse_backward, plan, q.device)
+        _rehearse("backward", plan, q.device)
         o, final_state = autograd.GatedDeltaRule.apply(_answer, *passed, *gating)  # type: ignore[no-untyped-call]
         return o, final_state
     results = _answer(*passed, Activations(*gating))
@@ -238,9 +248,17 @@ def chunk_gated_delta_rule(
     cu_seqlens_cpu: torch.Tensor | None = None,
     chunk_indices: torch.Tensor | None = None,
     cp_context: Any = None,
+    *,
+    head_first: bool = False,
+    auto_cp: bool = True,
+    enable_fwd_cp_cache: bool = True,
+    force_intra_cp: bool = False,
     **kwargs: Any,
 ) -> Result:
     """Run the chunked Gated Delta Rule: arguments and results of FLA 0.6.0's operator, without FLA.
+
+    It takes the arguments of flash_qla 0.1.3's function, too. Positions are FLA's, which are the same up to
+    `use_qk_l2norm_in_kernel`; what comes behind, above all `cu_seqlens`, is best given by name.
 
     Args:
         q (torch.Tensor):
@@ -275,6 +293,10 @@ def chunk_gated_delta_rule(
             Derived from `cu_seqlens`; not read.
         cp_context (Any, Optional):
             Context parallelism; refused.
+        head_first (bool):
+            flash_qla's and FLA's former argument: `True` is refused. Default: `False`.
+        auto_cp, enable_fwd_cp_cache, force_intra_cp (bool):
+            How flash_qla splits sequences; not read, the results are the same.
         **kwargs (Any):
             FLA's `use_gate_in_kernel`, with `A_log` and `dt_bias` (optional) of HV elements:
             `g <- -exp(A_log) softplus(g + dt_bias)`. FLA's `chunk_size`, 16, 32 or 64, which tunes its kernels and does not
@@ -286,13 +308,48 @@ def chunk_gated_delta_rule(
     Raises:
         Unsupported: no kernel of ours answers this call; the text says why.
     """
+    flag: object = use_beta_sigmoid_in_kernel  # flash_qla has cu_seqlens in this position
+    if isinstance(flag, torch.Tensor):
+        raise Unsupported("use_beta_sigmoid_in_kernel must be a flag: give cu_seqlens by name")
+    if head_first:
+        kwargs["head_first"] = True
     args = (
         *(q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel),
         *(use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first),
         *(cu_seqlens, cu_seqlens_cpu, chunk_indices, cp_context),
     )
+    return _without_fallback(run, decide(args, kwargs), args, kwargs)
+
+
+def _without_fallback(answer: Callable[..., T], *args: Any) -> T:
+    """`answer(*args)` where nobody can take over: what failed at its first launch is raised."""
     try:
-        return run(decide(args, kwargs), args, kwargs)
+        return answer(*args)
     except FirstLaunchError as error:
         assert error.__cause__ is not None
         raise error.__cause__ from None
+
+
+# What the low-level pair runs, each with a plan of `decide`.
+
+
+def forward(plan: Plan, q: torch.Tensor, *args: Any) -> chunk.Forward:
+    """`chunk.forward`, counted; a backward may follow."""
+    plan = replace(_rehearsed(plan, q.device), gradients=True)
+    return _without_fallback(_answer, plan, q, *args)
+
+
+def states(plan: Plan, at: Layout, k: torch.Tensor, *args: Any) -> torch.Tensor:
+    """The states of `chunk.states`."""
+    _without_fallback(_rehearse, "backward", plan, k.device)
+    return chunk.states(plan, at, k, *args)[0]
+
+
+def backward(plan: Plan, q: torch.Tensor, *args: Any) -> chunk.Gradients:
+    """`chunk.backward`, counted."""
+    launch: Callable[..., chunk.Gradients] = _launch
+    gradients = _without_fallback(
+        launch, "backward", plan, q.device, chunk.backward, plan, q, *args
+    )
+    report.ran(plan.path("backward"))
+    return gradients

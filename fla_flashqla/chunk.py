@@ -10,11 +10,11 @@ import torch
 
 from fla_flashqla import arch, segments
 from fla_flashqla.activations import NONE, Activations
+from fla_flashqla.layout import CHUNK, Layout
 
 if TYPE_CHECKING:
     from fla_flashqla.plan import Plan
 
-CHUNK = 64
 L2NORM_EPS = 1e-6  # FLA's
 
 
@@ -122,31 +122,8 @@ def _normalized_backward(x: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
     return dx.masked_fill(nothing, 0.0).to(x.dtype)
 
 
-class _Layout(NamedTuple):
-    """How the sequences of a call lie in its B T tokens."""
-
-    N: int
-    seqlen: int  # 0: `cu` says
-    cu: torch.Tensor | None  # int32
-    cu_step: int
-    slots: int  # chunk slots, see kernels/prepare.py
-
-    @classmethod
-    def of(cls, B: int, T: int, cu_seqlens: torch.Tensor | None) -> _Layout:
-        if cu_seqlens is None:
-            return cls(B, T, None, 1, B * T // CHUNK + B + 1)
-        N, cu, step = cu_seqlens.numel() - 1, cu_seqlens.contiguous(), 1
-        if cu.dtype == torch.int64:  # the low words, which hold every count below 2**31
-            cu, step = cu.view(torch.int32), 2
-        return cls(N, 0, cu, step, B * T // CHUNK + N + 1)
-
-    def cu_or(self, unused: torch.Tensor) -> torch.Tensor:
-        """`cu`, or what stands in where it is never read."""
-        return unused.view(-1).view(torch.int32) if self.cu is None else self.cu
-
-
 class Prepared(NamedTuple):
-    """What is known of the chunks before any state, see kernels/prepare.py."""
+    """What is known of the chunks before any state, see kernels/prepare.py; r and gates fill one storage."""
 
     r: torch.Tensor  # [slots, HV, 64, 64]
     gates: torch.Tensor  # [slots, HV, 8, 64]
@@ -170,9 +147,9 @@ def prepare(
     B, T, H, K = q.shape
     HV, V = v.shape[2:]
     tokens = B * T
-    at = _Layout.of(B, T, cu_seqlens)
-    r = q.new_empty(at.slots, HV, CHUNK, CHUNK)
-    gates = q.new_empty(at.slots, HV, 8, CHUNK, dtype=torch.float32)
+    at = Layout.of(B, T, cu_seqlens)
+    buffer = q.new_empty(at.words(HV, q.dtype), dtype=torch.float32)
+    r, gates = at.split(buffer, HV, q.dtype)
     o = torch.empty(B, T, HV, V, dtype=q.dtype, device=q.device)
     A_log, dt_bias, *raw = activations.arguments(gates.view(-1))
     kernels = build(plan)
@@ -257,7 +234,7 @@ def forward(
     g, beta, activations = g.contiguous(), beta.contiguous(), activations.packed()
     cu_seqlens = None if cu_seqlens is None else cu_seqlens.contiguous()
     h0 = None if initial_state is None else initial_state.float().contiguous().view(-1)
-    at = _Layout.of(B, T, cu_seqlens)
+    at = Layout.of(B, T, cu_seqlens)
     normalize_k = use_qk_l2norm_in_kernel
     if normalize_k and plan.dtype == "float16":
         # The kernels multiply U by 1 / |k| and round it: float16 has no such small numbers for long keys.
@@ -381,7 +358,7 @@ def backward(
     B, T, H, K = q.shape
     HV, V = v.shape[2:]
     tokens = B * T
-    at = _Layout.of(B, T, cu_seqlens)
+    at = Layout.of(B, T, cu_seqlens)
     cu = at.cu_or(gates)
     unused = gates.view(-1)
     lengths = at.seqlen, at.cu_step, at.N
@@ -397,22 +374,8 @@ def backward(
     if scale < 0:  # as in `forward`
         scale, do = -scale, -do
 
-    # S at the start of each chunk, transposed, and Y, the chunk's error before beta
     if chunks:
-        s = q.new_empty(at.slots, HV, V, K)
-        y = q.new_empty(tokens, HV, V)
-        (kernels.states_halves if halves else kernels.states)(
-            k_in,
-            _packed(v, tokens, HV, V),
-            r,
-            gates,
-            cu,
-            unused if initial_state is None else initial_state.float().contiguous().view(-1),
-            s,
-            y,
-            *(*lengths, HV, HV // H, int(initial_state is not None), *strides),
-            int(plan.longest_first),
-        )
+        s, y = states(plan, at, k_in, v, r, gates, initial_state, state_v_first)
 
     # gradients of S behind each chunk, of v and of the initial state
     dh0 = None
@@ -486,10 +449,48 @@ def backward(
     )
 
 
+def states(
+    plan: Plan,
+    at: Layout,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    r: torch.Tensor,
+    gates: torch.Tensor,
+    initial_state: torch.Tensor | None,
+    state_v_first: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Launch the forward recurrence without o; arguments as in `backward`.
+
+    Returns:
+        The state at the start of each chunk, transposed, `[slots, HV, V, K]`, and Y, the chunk's error before beta, `[B T, HV, V]`.
+    """
+    if torch.cuda.current_device() != v.device.index:
+        with torch.cuda.device(v.device):
+            return states(plan, at, k, v, r, gates, initial_state, state_v_first)
+    B, T, HV, V = v.shape
+    H, K = k.shape[-2:]
+    s, y = v.new_empty(at.slots, HV, V, K), v.new_empty(B * T, HV, V)
+    kernels = build_backward(plan)
+    (kernels.states if plan.splits == 1 else kernels.states_halves)(
+        _packed(k, B * T, H, K),
+        _packed(v, B * T, HV, V),
+        r,
+        gates,
+        at.cu_or(gates),
+        gates.view(-1) if initial_state is None else initial_state.float().contiguous().view(-1),
+        s,
+        y,
+        *(at.seqlen, at.cu_step, at.N, HV, HV // H, int(initial_state is not None)),
+        *((1, K) if state_v_first else (V, 1)),
+        int(plan.longest_first),
+    )
+    return s, y
+
+
 def rehearse_backward(plan: Plan, device: torch.device) -> None:
     """Launch the kernels of the backward pass once, on one token: if they cannot run, that shows before a call needs them."""
     x = torch.zeros(1, 1, 1, 128, dtype=getattr(torch, plan.dtype), device=device)
-    slots = _Layout.of(1, 1, None).slots
+    slots = Layout.of(1, 1, None).slots
     r = x.new_zeros(slots, 1, CHUNK, CHUNK)
     gates = x.new_zeros(slots, 1, 8, CHUNK, dtype=torch.float32)
     h0 = x.new_zeros(1, 1, 128, 128, dtype=torch.float32)

@@ -21,6 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 L2NORM_EPS = 1e-6  # FLA's: x / sqrt(sum(x^2) + eps)
+DIFFERENTIABLE = ("q", "k", "v", "g", "beta", "initial_state")
+PARAMETERS = ("A_log", "dt_bias")  # likewise, where there are any
 
 
 def recurrent_gated_delta_rule(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
@@ -41,6 +43,37 @@ def renamed(transpose_state_layout: Any) -> bool:
         stacklevel=4,
     )
     return bool(transpose_state_layout)
+
+
+def gradients(
+    call: dict[str, Any],
+    do: Tensor | None,
+    dht: Tensor | None,
+    form: Callable[..., Any] = chunk_gated_delta_rule,
+) -> dict[str, Tensor]:
+    """Gradients of all inputs, in their dtypes.
+
+    Args:
+        call (dict):
+            Keyword arguments of FLA's operator.
+        do, dht (torch.Tensor, Optional):
+            Gradients of o and final_state; `None` is zero.
+        form (Callable):
+            What to differentiate.
+    """
+    names = (*DIFFERENTIABLE, *PARAMETERS)
+    leaves = {n: call[n].detach() for n in names if call.get(n) is not None}
+    for x in leaves.values():
+        x.requires_grad_()
+    with torch.enable_grad():
+        results = form(**{**call, **leaves, "output_final_state": True})
+    pairs = [(x, dx.to(x)) for x, dx in zip(results, (do, dht), strict=True) if dx is not None]
+    pairs = [pair for pair in pairs if pair[0].requires_grad]  # not o where there are no tokens
+    if not pairs:
+        return {name: torch.zeros_like(x) for name, x in leaves.items()}
+    outputs, of_outputs = zip(*pairs, strict=True)
+    found = torch.autograd.grad(outputs, [*leaves.values()], of_outputs, materialize_grads=True)
+    return dict(zip(leaves, found, strict=True))
 
 
 class _Tiles(NamedTuple):

@@ -18,8 +18,8 @@ from fla_flashqla import reference
 BOUNDS = {"bfloat16": 8e-3, "float16": 1e-3}
 # and of each gradient
 GRADIENT_BOUNDS = {"bfloat16": 1e-2, "float16": 1.5e-3}
-DIFFERENTIABLE = ("q", "k", "v", "g", "beta", "initial_state")
-PARAMETERS = ("A_log", "dt_bias")  # likewise, where there are any
+DIFFERENTIABLE = reference.DIFFERENTIABLE
+PARAMETERS = reference.PARAMETERS
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,18 +178,7 @@ def oracle_gradients(
         form (Callable):
             The reference to differentiate: by chunks (default), or by tokens, which takes memory for a state a token.
     """
-    exact = _exact(inputs)
-    names = (*DIFFERENTIABLE, *PARAMETERS)
-    leaves = {n: exact[n].requires_grad_() for n in names if exact.get(n) is not None}
-    with torch.enable_grad():
-        results = form(**{**exact, "output_final_state": True})
-    pairs = [(x, dx.double()) for x, dx in zip(results, (do, dht), strict=True) if dx is not None]
-    pairs = [pair for pair in pairs if pair[0].requires_grad]  # not o where there are no tokens
-    if not pairs:
-        return {name: torch.zeros_like(x) for name, x in leaves.items()}
-    outputs, of_outputs = zip(*pairs, strict=True)
-    found = torch.autograd.grad(outputs, [*leaves.values()], of_outputs, materialize_grads=True)
-    return dict(zip(leaves, found, strict=True))
+    return reference.gradients(_exact(inputs), do, dht, form)
 
 
 def relative_error(a: Tensor, b: Tensor) -> float:

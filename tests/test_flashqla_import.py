@@ -20,7 +20,7 @@ PACKAGE = Path(fla_flashqla.__file__).resolve().parent
 MODULES = {p.relative_to(PACKAGE).as_posix(): p.read_text() for p in PACKAGE.rglob("*.py")}
 # Each imports only from what is left of it.
 LAYERS = (
-    ("_autoload", "env", "arch", "report"),
+    ("_autoload", "env", "arch", "report", "layout"),
     ("call",),
     ("plan", "reference"),
     ("kernels", "testing"),
@@ -28,7 +28,7 @@ LAYERS = (
     ("chunk",),
     ("autograd",),
     ("api", "compat"),
-    ("backend",),
+    ("backend", "low_level"),
     ("__init__",),
 )
 

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import fla_flashqla
-from fla_flashqla import call, env, plan
+from fla_flashqla import call, env, plan, testing
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = Path(fla_flashqla.__file__).resolve().parent
@@ -54,6 +54,18 @@ def sources(folder: Path) -> dict[str, bytes]:
 
 
 # README and .ci/run
+
+
+@pytest.mark.parametrize("lens", [None, (3, 0, 70)])
+def test_flashqla_readme_examples(lens: tuple[int, ...] | None) -> None:
+    """Those in place of flash_qla, as written."""
+    inputs = testing.make_inputs(testing.Case(T=70, lens=lens))
+    do, dht = testing.make_output_gradients(inputs)
+    names = {**inputs, "h0": inputs["initial_state"], "do": do, "dht": dht}
+    names.setdefault("cu_seqlens", None)
+    exec("\n".join([*block("import example"), *block("pair example")]), names)
+    want = testing.oracle_gradients(inputs, do, dht)
+    assert testing.relative_error(names["dg"], want["g"]) < 1e-5
 
 
 def test_flashqla_readme_commands() -> None:

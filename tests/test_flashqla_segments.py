@@ -13,7 +13,14 @@ from gpu_helpers import poisoned_memory
 from model_helpers import EXACT, PLAN, compare, fitting, gradients, small
 
 import fla_flashqla
-from fla_flashqla import api, arch, chunk, chunk_gated_delta_rule, segments
+from fla_flashqla import (
+    api,
+    arch,
+    chunk,
+    chunk_gated_delta_rule,
+    chunk_gated_delta_rule_fwd,
+    segments,
+)
 from fla_flashqla.plan import Plan, segment, splits
 from fla_flashqla.testing import (
     BOUNDS,
@@ -316,3 +323,27 @@ def test_flashqla_segments_launches_fit_the_kernels(
         check(make_inputs(Case(H=1, HV=2, dtype=dtype, **fields)), BOUNDS[dtype])
     assert seen == ["segments", "combine", *["segments", "combine", "forward"] * 2]
     assert arch.device_facts(torch.device("cpu")).sms == 132
+
+
+def test_flashqla_segments_of_the_low_level(cut: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rehearsed as the operator's, and left out where that fails."""
+    launched = cut(128)
+    x = square(lens=LENS, tail=9)
+    want, want_ht = oracle(x)
+    names = ("q", "k", "v", "g", "beta", "scale", "initial_state", "cu_seqlens")
+
+    def broken(*_: Any) -> None:
+        raise RuntimeError("bad launch")
+
+    for rehearse, kernels in (
+        (lambda *_: None, ["prepare", "segments", "combine", "forward"]),
+        (broken, ["prepare", "forward"]),
+    ):
+        monkeypatch.setattr(api, "_kernels", {})
+        monkeypatch.setattr(segments, "rehearse", rehearse)
+        launched.clear()
+        with poisoned_memory():
+            kept = chunk_gated_delta_rule_fwd(**{n: x[n] for n in names})
+        assert launched == kernels
+        compare(dict(enumerate((kept.o, kept.final_state))), dict(enumerate((want, want_ht))))
+        assert kept.g.isfinite().all()  # from a gate that the backward alone reads

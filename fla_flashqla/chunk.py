@@ -8,14 +8,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from fla_flashqla import arch, segments
+from fla_flashqla import arch, l2norm, segments
 from fla_flashqla.activations import NONE, Activations
 from fla_flashqla.layout import CHUNK, Layout
 
 if TYPE_CHECKING:
     from fla_flashqla.plan import Plan
-
-L2NORM_EPS = 1e-6  # FLA's
 
 
 class Kernels(NamedTuple):
@@ -105,21 +103,6 @@ def _packed(x: torch.Tensor, *shape: int) -> torch.Tensor:
     """`x` as TMA can read it, contiguous and 16-byte aligned, viewed as `shape`."""
     x = x.contiguous()
     return (x if x.data_ptr() % 16 == 0 else x.clone()).view(shape)
-
-
-def _normalized(x: torch.Tensor) -> torch.Tensor:
-    """l2norm over the last dimension as FLA defines it."""
-    wide = x.float()
-    return (wide * (wide.square().sum(-1, keepdim=True) + L2NORM_EPS).rsqrt()).to(x.dtype)
-
-
-def _normalized_backward(x: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
-    """Gradient of x from that of `_normalized(x)`; 0 where that is 0, whatever x holds."""
-    wide, wide_dy = x.float(), dy.float()
-    r = (wide.square().sum(-1, keepdim=True) + L2NORM_EPS).rsqrt()
-    dx = r * (wide_dy - wide * (r * (wide * r * wide_dy).sum(-1, keepdim=True)))
-    nothing = (dy == 0).all(-1, keepdim=True)  # rows behind the last boundary: x is anybody's
-    return dx.masked_fill(nothing, 0.0).to(x.dtype)
 
 
 class Prepared(NamedTuple):
@@ -238,7 +221,7 @@ def forward(
     normalize_k = use_qk_l2norm_in_kernel
     if normalize_k and plan.dtype == "float16":
         # The kernels multiply U by 1 / |k| and round it: float16 has no such small numbers for long keys.
-        k, normalize_k = _normalized(k), False
+        k, normalize_k = l2norm.forward(k), False
     final_state = None
     if output_final_state:
         shape = (at.N, HV, V, K) if state_v_first else (at.N, HV, K, V)
@@ -369,7 +352,7 @@ def backward(
     normalize = use_qk_l2norm_in_kernel
     ahead = normalize and plan.dtype == "float16"  # as in `forward`
     q_in = _packed(q, tokens, H, K)
-    k_in = _packed(_normalized(k) if ahead else k, tokens, H, K)
+    k_in = _packed(l2norm.forward(k) if ahead else k, tokens, H, K)
     do = q.new_zeros(tokens, HV, V) if do is None else _packed(do, tokens, HV, V)
     if scale < 0:  # as in `forward`
         scale, do = -scale, -do
@@ -439,7 +422,7 @@ def backward(
     dA_log, ddt_bias = activations.gradients(shares, needs.A_log, needs.dt_bias)
     return Gradients(
         q=dq.view(B, T, H, K) if needs.q else None,
-        k=(_normalized_backward(k, dk) if ahead else dk) if needs.k else None,
+        k=(l2norm.backward(k, dk) if ahead else dk) if needs.k else None,
         v=dv.view(B, T, HV, V) if needs.v else None,
         g=dg.view(B, T, HV) if needs.g else None,
         beta=dbeta.view(B, T, HV) if needs.beta else None,

@@ -11,7 +11,7 @@ from gpu_helpers import poisoned_memory
 from model_helpers import EVERY, PLAN, REHEARSE, SM90, any_sign, compare, fitting, gradients, small
 
 import fla_flashqla
-from fla_flashqla import api, arch, chunk, chunk_gated_delta_rule, reference
+from fla_flashqla import api, arch, chunk, chunk_gated_delta_rule, l2norm, reference
 from fla_flashqla.plan import Plan
 from fla_flashqla.testing import (
     DIFFERENTIABLE,
@@ -167,11 +167,11 @@ def test_flashqla_gradients_through_l2norm_beforehand(size: float) -> None:
     x = (size * torch.randn(5, 3, 8)).requires_grad_()
     dy = torch.randn(5, 3, 8)
     dy[1] = 0.0
-    (want,) = torch.autograd.grad(chunk._normalized(x), x, dy)
-    torch.testing.assert_close(chunk._normalized_backward(x.detach(), dy), want)
+    (want,) = torch.autograd.grad(l2norm.forward(x), x, dy)
+    torch.testing.assert_close(l2norm.backward(x.detach(), dy), want)
     x = x.detach()
     x[1] = torch.nan
-    assert (chunk._normalized_backward(x, dy)[1] == 0).all()
+    assert (l2norm.backward(x, dy)[1] == 0).all()
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

@@ -24,7 +24,7 @@ LAYERS = (
     ("call",),
     ("plan", "reference"),
     ("kernels", "testing"),
-    ("segments",),
+    ("segments", "l2norm"),
     ("chunk",),
     ("autograd",),
     ("api", "compat"),

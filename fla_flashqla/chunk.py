@@ -105,53 +105,42 @@ def _packed(x: torch.Tensor, *shape: int) -> torch.Tensor:
     return (x if x.data_ptr() % 16 == 0 else x.clone()).view(shape)
 
 
-class Prepared(NamedTuple):
-    """What is known of the chunks before any state, see kernels/prepare.py; r and gates fill one storage."""
-
-    r: torch.Tensor  # [slots, HV, 64, 64]
-    gates: torch.Tensor  # [slots, HV, 8, 64]
-    o: torch.Tensor  # [B, T, HV, V], 0 behind the last boundary and not yet written before it
-
-
 def prepare(
     plan: Plan,
+    at: Layout,
     q: torch.Tensor,
     k: torch.Tensor,
-    v: torch.Tensor,
     g: torch.Tensor,
     beta: torch.Tensor,
+    o: torch.Tensor,
     scale: float,
     normalize_q: bool = False,
     normalize_k: bool = False,
-    cu_seqlens: torch.Tensor | None = None,
     activations: Activations = NONE,
-) -> Prepared:
-    """Launch the state-independent part; arguments as in `forward`, l2norm being asked for q and k apart."""
-    B, T, H, K = q.shape
-    HV, V = v.shape[2:]
-    tokens = B * T
-    at = Layout.of(B, T, cu_seqlens)
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Launch the state-independent part.
+
+    Args:
+        q, k, g, beta, o (torch.Tensor):
+            `[tokens, H, 128]`, `[tokens, HV]` and `[tokens, HV, 128]` as kernels read them; rows of o behind the last boundary become 0.
+        normalize_q, normalize_k (bool):
+            Whether q and k are normalised.
+
+    Returns:
+        What is known of the chunks before any state, see kernels/prepare.py: R `[slots, HV, 64, 64]` and gates `[slots, HV, 8, 64]`,
+        which fill one storage.
+    """
+    H, HV = q.shape[1], g.shape[1]
     buffer = q.new_empty(at.words(HV, q.dtype), dtype=torch.float32)
     r, gates = at.split(buffer, HV, q.dtype)
-    o = torch.empty(B, T, HV, V, dtype=q.dtype, device=q.device)
-    A_log, dt_bias, *raw = activations.arguments(gates.view(-1))
+    A_log, dt_bias, *raw = activations.arguments(buffer)
     kernels = build(plan)
     (kernels.prepare if plan.warps == 4 else kernels.prepare_single)(
-        _packed(q, tokens, H, K),
-        _packed(k, tokens, H, K),
-        g.contiguous().view(tokens, HV),
-        beta.contiguous().view(tokens, HV),
-        A_log,
-        dt_bias,
-        at.cu_or(gates),
-        r,
-        gates,
-        o.view(tokens, HV, V),
+        *(q, k, g, beta, A_log, dt_bias, at.cu_or(buffer), r, gates, o),
         *(scale, at.seqlen, at.cu_step, at.N, H, HV // H, int(normalize_q), int(normalize_k)),
-        int(plan.gradients),
-        *raw,
+        *(int(plan.gradients), *raw),
     )
-    return Prepared(r, gates, o)
+    return r, gates
 
 
 class Forward(NamedTuple):
@@ -200,7 +189,7 @@ def forward(
 
     Returns:
         o `[B, T, HV, V]` in q's dtype; the final state in float32, laid out as `initial_state`, or `None`; what
-        `backward` needs of `Prepared`.
+        `backward` needs of the preparation.
     """
     if torch.cuda.current_device() != q.device.index:
         with torch.cuda.device(q.device):
@@ -213,9 +202,9 @@ def forward(
     tokens = B * T
     # The recurrence starts while the kernel before it still runs: between the launches nothing may be copied, allocated or freed
     # (what `segments` launches waits for all before it).
-    q, k, v = _packed(q, B, T, H, K), _packed(k, B, T, H, K), _packed(v, B, T, HV, V)
-    g, beta, activations = g.contiguous(), beta.contiguous(), activations.packed()
-    cu_seqlens = None if cu_seqlens is None else cu_seqlens.contiguous()
+    q, k, v = _packed(q, tokens, H, K), _packed(k, tokens, H, K), _packed(v, tokens, HV, V)
+    g, beta = (x.contiguous().view(tokens, HV) for x in (g, beta))
+    activations = activations.packed()
     h0 = None if initial_state is None else initial_state.float().contiguous().view(-1)
     at = Layout.of(B, T, cu_seqlens)
     normalize_k = use_qk_l2norm_in_kernel
@@ -226,11 +215,11 @@ def forward(
     if output_final_state:
         shape = (at.N, HV, V, K) if state_v_first else (at.N, HV, K, V)
         final_state = torch.empty(shape, dtype=torch.float32, device=q.device)
+    o = torch.empty_like(v)
     normalize = use_qk_l2norm_in_kernel, normalize_k
-    r, gates, o = prepare(plan, q, k, v, g, beta, abs(scale), *normalize, cu_seqlens, activations)
+    r, gates = prepare(plan, at, q, k, g, beta, o, abs(scale), *normalize, activations)
     unused = gates.view(-1)  # stands in for what is not there
-    q, k, v = q.view(tokens, H, K), k.view(tokens, H, K), v.view(tokens, HV, V)
-    cu, lengths = at.cu_or(gates), (at.seqlen, at.cu_step, at.N)
+    cu, lengths = at.cu_or(unused), (at.seqlen, at.cu_step, at.N)
     strides = (1, K) if state_v_first else (V, 1)
     if plan.segment:
         h0 = segments.starts(plan, k, v, r, gates, cu, h0, lengths, strides)
@@ -238,7 +227,7 @@ def forward(
     (kernels.forward if plan.blocks("forward") == 1 else kernels.forward_halves)(
         *(q, k, v, r, gates, cu),
         unused if h0 is None else h0,
-        o.view(tokens, HV, V),
+        o,
         unused if final_state is None else final_state.view(-1),
         *(*lengths, HV, HV // H, int(h0 is not None), int(output_final_state), *strides),
         int(plan.longest_first and not plan.segment),
@@ -246,7 +235,7 @@ def forward(
     )
     if scale < 0:  # the kernels take its logarithm
         o.neg_()
-    return Forward(o, final_state, r, gates)
+    return Forward(o.view(B, T, HV, V), final_state, r, gates)
 
 
 class Needs(NamedTuple):
@@ -342,8 +331,8 @@ def backward(
     HV, V = v.shape[2:]
     tokens = B * T
     at = Layout.of(B, T, cu_seqlens)
-    cu = at.cu_or(gates)
     unused = gates.view(-1)
+    cu = at.cu_or(unused)
     lengths = at.seqlen, at.cu_step, at.N
     strides = (1, K) if state_v_first else (V, 1)
     halves = plan.splits == 2
@@ -459,7 +448,7 @@ def states(
         _packed(v, B * T, HV, V),
         r,
         gates,
-        at.cu_or(gates),
+        at.cu_or(gates.view(-1)),
         gates.view(-1) if initial_state is None else initial_state.float().contiguous().view(-1),
         s,
         y,

@@ -31,8 +31,8 @@ class Layout(NamedTuple):
         return cls(N, 0, cu, step, B * T // CHUNK + N + 1)
 
     def cu_or(self, unused: torch.Tensor) -> torch.Tensor:
-        """`cu`, or what stands in where it is never read."""
-        return unused.view(-1).view(torch.int32) if self.cu is None else self.cu
+        """`cu`, or what stands in where it is never read: a flat tensor of 4-byte words."""
+        return unused.view(torch.int32) if self.cu is None else self.cu
 
     def words(self, HV: int, dtype: torch.dtype) -> int:
         """Size of the buffer of R and the gates, in float32 words."""

@@ -8,6 +8,7 @@ import torch
 from gpu_helpers import DEVICE, harden, poisoned_memory
 
 from fla_flashqla import chunk
+from fla_flashqla.layout import Layout
 from fla_flashqla.plan import Plan
 from fla_flashqla.testing import Case, make_inputs, relative_error
 
@@ -18,14 +19,13 @@ WARPS = pytest.mark.parametrize("warps", [1, 4])
 
 def prepared(x, lens, warps):
     """R [chunks, HV, C, C] and the gate vectors [chunks, HV, 8, C], chunk by chunk."""
-    q, k, v, g, beta = (x[n] for n in ("q", "k", "v", "g", "beta"))
+    q, k, v, g, beta = (x[n].flatten(0, 1) for n in ("q", "k", "v", "g", "beta"))
+    at, normalize = Layout.of(1, len(q), x["cu_seqlens"]), x["use_qk_l2norm_in_kernel"]
     plan = Plan("sm90", *(str(t.dtype).removeprefix("torch.") for t in (q, g, beta)))
     plan = dataclasses.replace(plan, warps=warps, gradients=True)
     with poisoned_memory():
-        r, gates, _ = chunk.prepare(
-            plan, q, k, v, g, beta, 0.5,
-            x["use_qk_l2norm_in_kernel"], x["use_qk_l2norm_in_kernel"], x["cu_seqlens"],
-        )  # fmt: skip
+        o = torch.empty_like(v)
+        r, gates = chunk.prepare(plan, at, q, k, g, beta, o, 0.5, normalize, normalize)
     slots, bos = [], 0
     for n, length in enumerate(lens):
         slots += [bos // C + n + i for i in range(-(-length // C))]

@@ -105,18 +105,19 @@ STEP_US = {1: 2.0, 2: 1.26}
 MAP_STEP_US = 1.3
 ROUND_US = 7.0
 COMBINE_STEP_US = 1.0
-CUT_US = 15.0
+CUT_US = 35.0
 WARM_UP = 4  # chunks that make a segment's start where states decay, as a guess
 MAX_SEGMENTS = 64  # of a sequence: they are combined one after the other
 
 
 @lru_cache(maxsize=1024)
-def segment(tokens: int, N: int, HV: int, sms: int) -> tuple[int, int]:
+def segment(tokens: int, N: int, HV: int, sms: int, varlen: bool = False) -> tuple[int, int]:
     """Tokens of a segment and blocks that share a head of it, or (0, 1) where sequences stay whole.
 
     Cut is only what is expected to be faster even if nothing decays (`segments.py` runs two chains a segment then), and so that the
-    mean of that case and of its opposite is shortest. Of packed sequences the host knows the mean length and no more, so they
-    count as equally long.
+    mean of three cases is shortest: that one, a few heads without decay (one round of chains as long as a segment), and all
+    decayed. Of packed sequences the host knows the mean length and no more: of two the longer one counts as half as long again,
+    which is the mean of random cuts, and more count as equally long.
     """
     chunks, chains = -(-tokens // (N * CHUNK)), N * HV
 
@@ -127,16 +128,20 @@ def segment(tokens: int, N: int, HV: int, sms: int) -> tuple[int, int]:
         shares = splits(chains, sms)
         return rounds(chains * shares) * (chunks * STEP_US[shares] + ROUND_US)
 
-    whole, best, found = forward_us(chunks, chains), float("inf"), (0, 1)
+    longest = chunks * 3 // 2 if varlen and N == 2 else chunks
+    whole, best, found = forward_us(longest, chains), float("inf"), (0, 1)
     for wanted in range(2, min(MAX_SEGMENTS, chunks // 2, 2 * sms // chains + 1) + 1):
         length = -(-chunks // wanted)
         count = -(-chunks // length)
-        maps = chains * (count - 1)
+        turns = rounds(2 * chains * (count - 1))
         fixed = forward_us(length, chains * count) + count * COMBINE_STEP_US + CUT_US
-        exact = fixed + rounds(2 * maps) * length * MAP_STEP_US
-        decayed = fixed + rounds(2 * maps) * min(length, WARM_UP) * MAP_STEP_US
-        if 1.05 * exact < whole and exact + decayed < best:  # the model is not better than that
-            best, found = exact + decayed, (length * CHUNK, splits(chains * count, sms))
+        exact = fixed + turns * length * MAP_STEP_US
+        some = fixed + length * MAP_STEP_US
+        decayed = fixed + turns * min(length, WARM_UP) * MAP_STEP_US
+        # the model is not exact
+        if 1.02 * exact < whole and exact + some + decayed < best:
+            best = exact + some + decayed
+            found = length * CHUNK, splits(chains * count, sms)
     return found
 
 
@@ -161,7 +166,7 @@ def plan(call: Call) -> Plan | Reference | Refusal:
         warps(call.HV // call.H),
         longest_first(call.varlen, call.N, call.HV, call.sms),
         call.needs_grad,
-        *segment(call.B * call.T, call.N, call.HV, call.sms),
+        *segment(call.B * call.T, call.N, call.HV, call.sms, call.varlen),
     )
 
 

@@ -32,8 +32,8 @@ CASES = (
     Case(16, 16, lens=(70, 0, 130, *[70] * 7)),
     Case(1, 2, lens=(1, 64, 0, 450), tail=70, raw_g="bias", raw_beta=2, beta_dtype="bfloat16"),
     Case(2, 10, B=7, T=130, l2norm=True, raw_g="no_bias", raw_beta=1),
-    Case(1, 2, T=2100, state_v_first=True, gates="zero"),
-    Case(1, 2, T=2100, gates="strong", dtype="float16"),
+    Case(1, 2, T=4200, state_v_first=True, gates="zero"),
+    Case(1, 2, T=4200, gates="strong", dtype="float16"),
 )
 
 if __name__ == "__main__":

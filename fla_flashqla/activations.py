@@ -26,6 +26,8 @@ class Activations(NamedTuple):
 
     def packed(self) -> Activations:
         """With parameters as kernels read them, float32 and flat."""
+        if self.A_log is None:
+            return self
         A_log, dt_bias = (None if x is None else x.float().contiguous().view(-1) for x in self[:2])
         return self._replace(A_log=A_log, dt_bias=dt_bias)
 

@@ -288,7 +288,7 @@ def chunk_gated_delta_rule(
         cu_seqlens (torch.Tensor, Optional):
             Boundaries of N packed sequences, `[N + 1]`, int32 or int64, with B = 1.
         cu_seqlens_cpu (torch.Tensor, Optional):
-            The same on the CPU; not read.
+            The same on the CPU: the planner then knows the longest sequence.
         chunk_indices (torch.Tensor, Optional):
             Derived from `cu_seqlens`; not read.
         cp_context (Any, Optional):

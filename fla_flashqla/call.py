@@ -41,6 +41,7 @@ class Call(NamedTuple):
     N: int = 0
     sms: int = 0
     varlen: bool = False
+    longest: int = 0  # tokens of the longest packed sequence, if `cu_seqlens_cpu` says
     needs_grad: bool = False
     transformed: bool = False
     output_final_state: bool = False
@@ -98,8 +99,8 @@ def describe(
 ) -> Call:
     """Describe a call of FLA's operator (same arguments) without raising, syncing or launching.
 
-    `cu_seqlens_cpu` and `chunk_indices` only restate `cu_seqlens`, and `chunk_size` is how FLA's kernels cut a sequence: they decide
-    nothing.
+    `chunk_indices` only restates `cu_seqlens`, and `chunk_size` is how FLA's kernels cut a sequence: they decide nothing.
+    `cu_seqlens_cpu` restates it, too, but on the CPU it can be read.
     """
     for name, x in (("q", q), ("k", k), ("v", v), ("g", g), ("beta", beta)):
         if type(x) not in _PLAIN:
@@ -174,6 +175,11 @@ def describe(
         or forward_ad._current_level >= 0
         or torch._C._get_tracing_state() is not None
     )
+    longest = 0
+    if cu_seqlens_cpu is not None and cu_seqlens is not None and N and not transformed:
+        here = type(cu_seqlens_cpu) in _PLAIN and cu_seqlens_cpu.device.type == "cpu"
+        if here and cu_seqlens_cpu.shape == cu_seqlens.shape:
+            longest = int(cu_seqlens_cpu.diff().max())
     gate = False
     unknown: tuple[str, ...] = ()
     if kwargs:
@@ -207,6 +213,7 @@ def describe(
         V=V,
         N=N,
         varlen=cu_seqlens is not None,
+        longest=longest,
         needs_grad=needs_grad,
         transformed=transformed,
         output_final_state=bool(output_final_state),

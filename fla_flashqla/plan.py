@@ -111,13 +111,12 @@ MAX_SEGMENTS = 64  # of a sequence: they are combined one after the other
 
 
 @lru_cache(maxsize=1024)
-def segment(tokens: int, N: int, HV: int, sms: int, varlen: bool = False) -> tuple[int, int]:
+def segment(tokens: int, N: int, HV: int, sms: int, quarters: int = 4) -> tuple[int, int]:
     """Tokens of a segment and blocks that share a head of it, or (0, 1) where sequences stay whole.
 
     Cut is only what is expected to be faster even if nothing decays (`segments.py` runs two chains a segment then), and so that the
     mean of three cases is shortest: that one, a few heads without decay (one round of chains as long as a segment), and all
-    decayed. Of packed sequences the host knows the mean length and no more: of two the longer one counts as half as long again,
-    which is the mean of random cuts, and more count as equally long.
+    decayed. `quarters` is how often a quarter of the mean length fits into the longest sequence, rounded up.
     """
     chunks, chains = -(-tokens // (N * CHUNK)), N * HV
 
@@ -128,7 +127,7 @@ def segment(tokens: int, N: int, HV: int, sms: int, varlen: bool = False) -> tup
         shares = splits(chains, sms)
         return rounds(chains * shares) * (chunks * STEP_US[shares] + ROUND_US)
 
-    longest = chunks * 3 // 2 if varlen and N == 2 else chunks
+    longest = chunks * quarters // 4
     whole, best, found = forward_us(longest, chains), float("inf"), (0, 1)
     for wanted in range(2, min(MAX_SEGMENTS, chunks // 2, 2 * sms // chains + 1) + 1):
         length = -(-chunks // wanted)
@@ -143,6 +142,13 @@ def segment(tokens: int, N: int, HV: int, sms: int, varlen: bool = False) -> tup
             best = exact + some + decayed
             found = length * CHUNK, splits(chains * count, sms)
     return found
+
+
+def _quarters(call: Call) -> int:
+    """As `segment` takes them; without the lengths two packed sequences count as 3 : 1, the mean of random cuts, and more as alike."""
+    if call.longest:
+        return min(-(-4 * call.N * call.longest // call.T), 4 * call.N)
+    return 6 if call.varlen and call.N == 2 else 4
 
 
 _plan = lru_cache(maxsize=1024)(Plan)  # SMs x dtypes x lengths of segments x the rest
@@ -166,7 +172,7 @@ def plan(call: Call) -> Plan | Reference | Refusal:
         warps(call.HV // call.H),
         longest_first(call.varlen, call.N, call.HV, call.sms),
         call.needs_grad,
-        *segment(call.B * call.T, call.N, call.HV, call.sms, call.varlen),
+        *segment(call.B * call.T, call.N, call.HV, call.sms, _quarters(call)),
     )
 
 

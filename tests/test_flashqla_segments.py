@@ -21,7 +21,8 @@ from fla_flashqla import (
     chunk_gated_delta_rule_fwd,
     segments,
 )
-from fla_flashqla.plan import Plan, segment, splits
+from fla_flashqla.call import describe
+from fla_flashqla.plan import Plan, plan, segment, splits
 from fla_flashqla.testing import (
     BOUNDS,
     Case,
@@ -284,6 +285,30 @@ def test_flashqla_segments_where_they_pay() -> None:
         assert segment(T, N, HV, 132) == (0, 1)
     assert segment(2**31 - 193, 1, 1, 132)[0] > 0
     assert segment(8192, 1, 8, 0) == (0, 1)
+
+
+def test_flashqla_segments_where_the_longest_sequence_is_known() -> None:
+    """`cu_seqlens_cpu` says; without it two sequences count as 3 : 1 and more as equally long."""
+
+    def cut(HV: int, lens: tuple[int, ...], known: Any) -> bool:
+        T, one = sum(lens), torch.zeros(1, dtype=torch.bfloat16)
+        cu = torch.tensor([0, *lens]).cumsum(0)
+        call = describe(
+            *(one.expand(1, T, HV, 128),) * 3,
+            *(one.expand(1, T, HV),) * 2,
+            cu_seqlens=cu,
+            cu_seqlens_cpu=cu if known is True else known,
+        )
+        made = plan(call._replace(device_type="cuda", device_index=0, sm=(9, 0), sms=132))
+        assert isinstance(made, Plan)
+        return made.segment > 0
+
+    alike, unlike = (8192,) * 4, (28672, 0, 3072, 1024)
+    for unread in (None, torch.tensor([0, sum(unlike)])):  # the latter belongs to other sequences
+        assert not cut(8, alike, unread) and not cut(8, unlike, unread)
+    assert not cut(8, alike, True) and cut(8, unlike, True)
+    assert cut(24, (16384, 16384), None) and not cut(24, (16384, 16384), True)
+    assert cut(24, (4096, 28672), True)
 
 
 def test_flashqla_segments_never_outnumber_their_slots() -> None:

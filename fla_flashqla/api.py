@@ -88,7 +88,7 @@ def _build(step: str, plan: Plan) -> _Kernels:
     return kernels
 
 
-def _capturing() -> bool:
+def capturing() -> bool:
     """Whether a CUDA graph is being captured, which compiling and loading kernels could break."""
     initialized = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     return initialized and torch.cuda.is_current_stream_capturing()
@@ -98,7 +98,7 @@ def _obstacle(step: str, plan: Plan, device_index: int) -> str | None:
     """Why a step of a plan cannot run, else its kernels are built."""
     kernels = _kernels.get(plan.key(step))
     place = plan.blocks(step), plan.warps, device_index
-    if (kernels is None or place not in kernels.proven) and _capturing():
+    if (kernels is None or place not in kernels.proven) and capturing():
         return "kernels must have run before a CUDA graph is captured with them"
     refused = (kernels or _build(step, plan)).refused
     return (refused.get(None) or refused.get(place)) if refused else None

@@ -26,7 +26,7 @@ off (the last lines say what), 2 for wrong arguments.
 _WARMUP = """\
 Compiles the kernels of the forward and the backward pass into TileLang's cache folder (TILELANG_CACHE_DIR),
 so that the first call of a later process needs neither time nor nvcc. No GPU is needed: a cache folder can
-be filled when an image is built. Lengths, batch sizes, head counts and scales need no kernels of their own.
+be filled when an image is built. No length, batch size, head count or scale needs other kernels than these.
 """
 _WARMUP_EXIT = "exit code: 0 if all kernels compiled, 1 if not, 2 for wrong arguments."
 _BENCH = """\

@@ -100,6 +100,11 @@ def chunk_gated_delta_rule_fwd(
     decision = api.decide(args, kwargs, gradients=bool(output_h))
     h = gates = None
     if isinstance(decision, Plan):
+        if output_h and cu_seqlens is not None and api.capturing():
+            # `prepare_chunk_indices` may know these boundaries: a replay would take its chunks for those of other boundaries.
+            _refuse(
+                "output_h with cu_seqlens waits for the device, which a captured CUDA graph cannot"
+            )
         o, final_state, r, gates = api.forward(
             *(decision, q, k, v, g, beta, _scale(q, scale), initial_state),
             *(bool(output_final_state), False, bool(state_v_first), cu_seqlens),

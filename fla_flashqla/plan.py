@@ -166,13 +166,16 @@ def plan(call: Call) -> Plan | Reference | Refusal:
     if reason is not None:
         return Refusal(reason)
     assert call.sm is not None
+    cut = segment(call.B * call.T, call.N, call.HV, call.sms, _quarters(call))
     return _plan(
         *(ARCHS[call.sm].name, call.q_dtype, call.g_dtype, call.beta_dtype),
         splits(call.N * call.HV, call.sms),
         warps(call.HV // call.H),
         longest_first(call.varlen, call.N, call.HV, call.sms),
         call.needs_grad,
-        *segment(call.B * call.T, call.N, call.HV, call.sms, _quarters(call)),
+        *cut,
+        # A state is lost for sure only where no token can enlarge it: |k| <= 1 and beta in [0, 2].
+        cut[0] > 0 and not (call.use_qk_l2norm_in_kernel and call.use_beta_sigmoid_in_kernel),
     )
 
 

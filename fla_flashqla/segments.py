@@ -104,6 +104,9 @@ def starts(
 
 def rehearse(plan: Plan, device: torch.device) -> None:
     """Launch the kernels once, on two segments: if they cannot run, that shows before a call needs them."""
+    if torch.cuda.current_device() != device.index:  # which a launch would change for good
+        with torch.cuda.device(device):
+            return rehearse(plan, device)
     x = torch.zeros(2 * plan.segment, 1, 128, dtype=getattr(torch, plan.dtype), device=device)
     count = 2 * plan.segment // CHUNK + 2
     r = x.new_zeros(count, 1, CHUNK, CHUNK)

@@ -310,13 +310,13 @@ def test_flashqla_backward_while_a_graph_is_captured(monkeypatch: pytest.MonkeyP
     """Kernels of the backward, too, must have run before."""
     x = make_inputs(Case(T=3))
     chunk_gated_delta_rule(**x)
-    monkeypatch.setattr(api, "_capturing", lambda: True)
+    monkeypatch.setattr(api, "capturing", lambda: True)
     chunk_gated_delta_rule(**x)
     with pytest.raises(fla_flashqla.Unsupported, match="captured"):
         chunk_gated_delta_rule(**trained(x))
-    monkeypatch.setattr(api, "_capturing", lambda: False)
+    monkeypatch.setattr(api, "capturing", lambda: False)
     chunk_gated_delta_rule(**trained(x))
-    monkeypatch.setattr(api, "_capturing", lambda: True)
+    monkeypatch.setattr(api, "capturing", lambda: True)
     o, _ = chunk_gated_delta_rule(**trained(x))
     o.sum().backward()
 

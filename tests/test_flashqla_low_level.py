@@ -270,6 +270,20 @@ def test_flashqla_low_level_refuses_as_planned(launched: list[str]) -> None:
     assert launched == []
 
 
+def test_flashqla_low_level_states_of_a_captured_graph(
+    exact: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The number of chunks would be that of the capture, and their order too."""
+    x, dense = small(lens=(65, 3)), small(T=70)
+    before = forward(x, output_h=True), forward(dense, output_h=True)
+    monkeypatch.setattr(api, "capturing", lambda: True)
+    with pytest.raises(Unsupported, match="output_h with cu_seqlens waits for the device"):
+        forward(x, output_h=True)
+    assert torch.equal(forward(x).o, before[0].o)
+    h = forward(dense, output_h=True).h
+    assert h is not None and before[1].h is not None and torch.equal(h, before[1].h)
+
+
 def broken(*_: Any) -> None:
     raise RuntimeError("bad launch")
 

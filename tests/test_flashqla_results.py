@@ -85,6 +85,7 @@ def test_flashqla_report_host_time(tree: Path) -> None:
 
 def test_flashqla_report_by_heads(tree: Path) -> None:
     """A summary of each head configuration, where there are several; many rows are folded away."""
+    pytest.importorskip("matplotlib")
     rows = [{"seqs": f"{n}x{n}", "ours": 1.0, "fla": 2.0, "flash_qla": 0.5} for n in range(1, 8)]
     more = {"heads": "4:4", "seqs": "8", "ours": 1.0, "fla": 4.0}
     put(tree, "a", *rows, more, more | {"seqs": "9", "ours": None})

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -36,6 +38,7 @@ from fla_flashqla.testing import (
 LENS = (0, 1, 63, 0, 0, 64, 65, 127, 128, 129, 300, 0)
 LAYER = {"raw_g": "bias", "raw_beta": 2, "l2norm": True, "state_v_first": True}  # of FLA
 ROWS = ("q", "k", "v", "g", "beta")
+SM90_CALL = {"device_type": "cuda", "device_index": 0, "sm": (9, 0), "sms": 132}
 REHEARSE = segments.rehearse
 
 
@@ -191,6 +194,30 @@ def test_flashqla_segments_drop_less_than_rounding(dtype: str, cut: Any) -> None
     patch.undo()
 
 
+def test_flashqla_segments_drop_only_what_flags_bound(
+    launched: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Betas below 0 or long keys can enlarge a state by as much as its decay shrinks it."""
+    bounded = {"use_qk_l2norm_in_kernel": True, "use_beta_sigmoid_in_kernel": True}
+    flags: list[dict[str, bool]] = [{}, *({name: True} for name in bounded), bounded]
+    x = make_inputs(Case(H=2, HV=2, T=8192, state_dtype=None))
+    made = [plan(describe(**x | f)._replace(**SM90_CALL)) for f in flags]
+    assert all(isinstance(p, Plan) and p.segment for p in made)
+    assert [p.exact for p in made if isinstance(p, Plan)] == [True, True, True, False]
+    # A key that grows by 2 a token where the decay is 1 / 2, and nothing else.
+    x = square(T=256, H=1, HV=1, gates="zero")
+    x["k"] = torch.eye(1, 8).to(x["k"]).expand_as(x["k"])
+    x["g"] -= torch.tensor(2.0).log()
+    x["beta"] = -torch.ones_like(x["beta"])
+    x["v"] = torch.zeros_like(x["v"])
+    planned = replace(PLAN, gradients=False, segment=64, exact=True)
+    monkeypatch.setattr(api, "plan", lambda call: planned)
+    check(x)
+    monkeypatch.setattr(api, "plan", lambda call: replace(planned, exact=False))
+    with pytest.raises(AssertionError):
+        check(x)
+
+
 @pytest.mark.parametrize("flags", [{}, LAYER], ids=["plain", "layer"])
 def test_flashqla_segments_under_a_backward(
     flags: dict[str, Any], cut: Any, monkeypatch: pytest.MonkeyPatch
@@ -255,13 +282,33 @@ def test_flashqla_segments_while_a_graph_is_captured(
     launched = cut(0)
     check(square())
     cut(64)
-    monkeypatch.setattr(api, "_capturing", lambda: True)
+    monkeypatch.setattr(api, "capturing", lambda: True)
     check(square())
-    monkeypatch.setattr(api, "_capturing", lambda: False)
+    monkeypatch.setattr(api, "capturing", lambda: False)
     check(square())
-    monkeypatch.setattr(api, "_capturing", lambda: True)
+    monkeypatch.setattr(api, "capturing", lambda: True)
     check(square())
     assert launched == WHOLE * 2 + ["prepare", "segments", "combine", "forward"] * 2
+
+
+@pytest.mark.usefixtures("launched")
+def test_flashqla_segments_are_rehearsed_on_their_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TileLang's launches make their device the current one, for good unless somebody restores it."""
+    current: list[int | None] = [1]  # the index of a CPU tensor is None
+    seen: list[int | None] = []
+
+    @contextlib.contextmanager
+    def switched(device: torch.device) -> Iterator[None]:
+        current.append(device.index)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[-1])
+    monkeypatch.setattr(torch.cuda, "device", switched)
+    monkeypatch.setattr(segments, "starts", lambda *_: seen.append(current[-1]))
+    monkeypatch.setattr(segments, "rehearse", REHEARSE)
+    segments.rehearse(replace(PLAN, segment=64), torch.device("cpu"))
+    assert seen == [None] and current == [1]
 
 
 # The choice
@@ -299,7 +346,7 @@ def test_flashqla_segments_where_the_longest_sequence_is_known() -> None:
             cu_seqlens=cu,
             cu_seqlens_cpu=cu if known is True else known,
         )
-        made = plan(call._replace(device_type="cuda", device_index=0, sm=(9, 0), sms=132))
+        made = plan(call._replace(**SM90_CALL))
         assert isinstance(made, Plan)
         return made.segment > 0
 

@@ -42,7 +42,7 @@ def cut(monkeypatch):
             made = plan(call)
             if tokens is None or not isinstance(made, Plan):
                 return made
-            return replace(made, segment=tokens, segment_splits=shares)
+            return replace(made, segment=tokens, segment_splits=shares, exact=False)
 
         monkeypatch.setenv("FLA_FLASH_QLA_CP", mode)
         monkeypatch.setattr(api, "plan", planned)
@@ -208,3 +208,14 @@ def test_flashqla_segments_gpu_under_a_backward(flags, dtype, cut):
         )
         found.append(torch.autograd.grad(results, [*leaves.values()], [do, dht]))
     assert_same(*found)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_flashqla_segments_gpu_on_another_device_than_the_current(cut, monkeypatch):
+    cut(64)
+    monkeypatch.setattr(api, "_kernels", {})  # rehearsed anew
+    x = inputs(lens=(300, 65))
+    there = {n: t.to("cuda:1") if isinstance(t, torch.Tensor) else t for n, t in x.items()}
+    got = run_ours(**there)
+    assert torch.cuda.current_device() == 0
+    assert_same([t.to("cuda:0") for t in got], run_ours(**x))

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from fla_flashqla.layout import CHUNK
+
 if TYPE_CHECKING:
     from fla_flashqla.plan import Plan
-
-CHUNK = 64
 
 
 class SegmentKernels(NamedTuple):

@@ -9,13 +9,14 @@ from unittest import mock
 import torch
 
 import fla_flashqla
-from fla_flashqla.testing import BOUNDS, oracle, relative_error
+from fla_flashqla.testing import BOUNDS, make_output_gradients, oracle, relative_error
 
 # Empty sequences first, last, beside each other; tails of every kind.
 LENS = (0, 1, 63, 0, 0, 64, 65, 127, 128, 300, 0)
 DEVICE = "cuda"
 FLA_FACTOR = 1.5  # our error may be so much larger than that of FLA's Triton forward
 ROWS = ("q", "k", "v", "g", "beta")
+LAYER = {"raw_g": "bias", "raw_beta": 2, "l2norm": True, "state_v_first": True}  # of FLA
 
 
 def operator(**inputs):
@@ -151,3 +152,9 @@ def assert_same(got, want):
     for a, b in zip(got, want, strict=True):
         assert (a is None) == (b is None)
         assert a is None or torch.equal(a, b)
+
+
+def loss_gradients(inputs, loss):
+    """Gradients of o and final_state for a loss on "o", "final_state" or "both"; `None` is zero."""
+    do, dht = make_output_gradients(inputs)
+    return (None if loss == "final_state" else do), (None if loss == "o" else dht)

@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
-from gpu_helpers import poisoned_memory
+from gpu_helpers import LAYER, loss_gradients, poisoned_memory
 from model_helpers import EVERY, compare, gradients, small, trained
 
 import fla_flashqla
@@ -29,7 +29,6 @@ from fla_flashqla.testing import (
 )
 
 pytestmark = pytest.mark.usefixtures("launched")
-LAYER = {"raw_g": "bias", "raw_beta": 2, "l2norm": True, "state_v_first": True}  # of FLA
 CASES: dict[str, dict[str, Any]] = {
     "gate": {"raw_g": "bias"},
     "gate_without_bias": {"raw_g": "no_bias", "B": 2, "T": 130, "gates": "strong"},
@@ -55,9 +54,7 @@ SUBSETS = [
 def test_flashqla_activations(name: str, loss: str, exact: None) -> None:
     """Against the token recurrence; memory nobody wrote is NaN, as are rows of nobody."""
     x = small(**CASES[name])
-    do, dht = make_output_gradients(x)
-    do = None if loss == "final_state" else do
-    dht = None if loss == "o" else dht
+    do, dht = loss_gradients(x, loss)
     want = oracle_gradients(x, do, dht, reference.recurrent_gated_delta_rule)
     assert {n for n in PARAMETERS if n in x} == want.keys() - set(DIFFERENTIABLE)
     results = oracle(x)

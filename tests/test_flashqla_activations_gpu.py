@@ -5,6 +5,7 @@ import pytest
 import torch
 from gpu_helpers import (
     DEVICE,
+    LAYER,
     LENS,
     ROWS,
     answered,
@@ -32,7 +33,6 @@ from fla_flashqla.testing import (
 
 pytestmark = [pytest.mark.gpu, pytest.mark.sm90, pytest.mark.fla]
 DTYPE = pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-LAYER = {"raw_g": "bias", "raw_beta": 2, "l2norm": True, "state_v_first": True}  # of FLA
 FLAGS = {
     "gate": {"raw_g": "bias"},
     "gate_without_bias": {"raw_g": "no_bias"},

@@ -8,7 +8,7 @@ from unittest import mock
 import kernel_models
 import pytest
 import torch
-from gpu_helpers import DEVICE, LENS, ROWS, answered, poisoned_memory, used_rows
+from gpu_helpers import DEVICE, LENS, ROWS, answered, loss_gradients, poisoned_memory, used_rows
 from model_helpers import any_sign
 from torch.utils.checkpoint import checkpoint
 
@@ -85,8 +85,7 @@ def compare(x, got, want):
 
 
 def check(x, loss="both", wanted=DIFFERENTIABLE, form=reference.recurrent_gated_delta_rule):
-    do, dht = make_output_gradients(x)
-    do, dht = (None if loss == "final_state" else do), (None if loss == "o" else dht)
+    do, dht = loss_gradients(x, loss)
     got = run(x, do, dht, wanted)
     compare(x, got, oracle_gradients(x, do, dht, form))
     return got

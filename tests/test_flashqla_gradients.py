@@ -7,7 +7,7 @@ import itertools
 
 import pytest
 import torch
-from gpu_helpers import poisoned_memory
+from gpu_helpers import loss_gradients, poisoned_memory
 from model_helpers import EVERY, PLAN, REHEARSE, SM90, any_sign, compare, fitting, gradients, small
 
 import fla_flashqla
@@ -46,9 +46,7 @@ CASES = {
 def test_flashqla_gradients(name: str, loss: str, exact: None) -> None:
     """Against the token recurrence; memory nobody wrote is NaN, as are rows of nobody."""
     x = small(**CASES[name])
-    do, dht = make_output_gradients(x)
-    do = None if loss == "final_state" else do
-    dht = None if loss == "o" else dht
+    do, dht = loss_gradients(x, loss)
     want = oracle_gradients(x, do, dht, reference.recurrent_gated_delta_rule)
     end = x["q"].shape[1]
     if "lens" in CASES[name]:

@@ -11,7 +11,7 @@ from typing import Any
 import kernel_models
 import pytest
 import torch
-from gpu_helpers import poisoned_memory
+from gpu_helpers import LAYER, poisoned_memory
 from model_helpers import EXACT, PLAN, compare, fitting, gradients, small
 
 import fla_flashqla
@@ -36,7 +36,6 @@ from fla_flashqla.testing import (
 )
 
 LENS = (0, 1, 63, 0, 0, 64, 65, 127, 128, 129, 300, 0)
-LAYER = {"raw_g": "bias", "raw_beta": 2, "l2norm": True, "state_v_first": True}  # of FLA
 ROWS = ("q", "k", "v", "g", "beta")
 SM90_CALL = {"device_type": "cuda", "device_index": 0, "sm": (9, 0), "sms": 132}
 REHEARSE = segments.rehearse

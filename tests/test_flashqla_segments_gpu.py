@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from gpu_helpers import DEVICE, ROWS, assert_same, check, run_ours
+from gpu_helpers import DEVICE, LAYER, ROWS, assert_same, check, run_ours
 
 from fla_flashqla import api
 from fla_flashqla.plan import Plan, plan
@@ -26,7 +26,6 @@ DTYPE = pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 GATES = pytest.mark.parametrize("gates", ["strong", "mild", "zero", "published"])
 MODE = pytest.mark.parametrize("mode", ["exact", "auto"])
 LENS = (0, 1, 63, 0, 0, 64, 65, 127, 128, 129, 700, 0)
-LAYER = {"raw_g": "bias", "raw_beta": 2, "l2norm": True, "state_v_first": True}  # of FLA
 
 
 def inputs(seed=0, **fields):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""How long the forward takes with sequences whole, as planned, and cut in other ways: what `plan.segment` is fitted to.
+"""How long a pass takes with sequences whole, as planned, and cut in other ways: what `plan.segment` is fitted to.
 
     python benchmarks/segments_choice.py --heads 2:8 --seqs 1x32768,1x8192 --gates published,zero --out choice.jsonl
-    python benchmarks/segments_choice.py --random 30 --out choice.jsonl
+    python benchmarks/segments_choice.py --pass bwd --random 30 --out choice.jsonl
 
 Each row has the milliseconds (median of CUDA-graph replays) by "tokens of a segment/blocks that share a head", "0/1" being whole
 sequences, the planner's choice, and its loss, which is its time by the best time, less 1. Exit codes: 0 if all was measured.
@@ -15,6 +15,7 @@ import json
 import random
 import statistics
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -63,14 +64,29 @@ def options(tokens: int, N: int, HV: int, sms: int) -> list[tuple[int, int]]:
     return list(dict.fromkeys(found))
 
 
-def measure(heads: str, seqs: str, gates: str, dtype: str, mode: str) -> dict[str, Any]:
+def timed(inputs: dict[str, Any], step: str) -> Callable[[], Any]:
+    """What is timed: a forward, or the backward of one."""
+    if step == "fwd":
+        return lambda: chunk_gated_delta_rule(**inputs)
+    leaves = [inputs[name] for name in bench.DIFFERENTIATED]
+    results, given = chunk_gated_delta_rule(**inputs), testing.make_output_gradients(inputs)
+    return lambda: torch.autograd.grad(results, leaves, given, retain_graph=True)
+
+
+def measure(step: str, heads: str, seqs: str, gates: str, dtype: str, mode: str) -> dict[str, Any]:
     H, HV = cases.parse_heads(heads)
     lens = tuple(cases.parse_seqs(seqs))
     case = testing.Case(H, HV, lens=lens, dtype=dtype, gates=gates)
     inputs = testing.make_inputs(case, "cuda")
+    for name in bench.DIFFERENTIATED:
+        inputs[name].requires_grad_(step == "bwd")
+    fields = {
+        "fwd": ("segment", "segment_splits"),
+        "bwd": ("backward_segment", "backward_splits"),
+    }[step]
     planned = api.decide((), inputs)
     assert isinstance(planned, Plan), planned
-    choice = planned.segment, planned.segment_splits
+    choice = tuple(getattr(planned, field) for field in fields)
     sms = arch.device_facts(inputs["q"].device).sms
     times: dict[str, float] = {}
     for tokens, shares in dict.fromkeys((choice, *options(sum(lens), len(lens), HV, sms))):
@@ -78,15 +94,21 @@ def measure(heads: str, seqs: str, gates: str, dtype: str, mode: str) -> dict[st
         def forced(call: Any, tokens: int = tokens, shares: int = shares) -> Any:
             made = plan(call)
             assert isinstance(made, Plan)
-            return replace(made, segment=tokens, segment_splits=shares)
+            changed: dict[str, Any] = dict(zip(fields, (tokens, shares), strict=True))
+            return replace(made, **changed)
 
-        with mock.patch.object(api, "plan", forced), torch.no_grad():
-            times[f"{tokens}/{shares}"] = bench.time_graph(
-                lambda: lambda: chunk_gated_delta_rule(**inputs)
-            )
+        with mock.patch.object(api, "plan", forced):
+            times[f"{tokens}/{shares}"] = bench.time_graph(lambda: timed(inputs, step))
     chosen = times[f"{choice[0]}/{choice[1]}"]
     return {
-        **{"heads": heads, "seqs": seqs, "gates": gates, "dtype": dtype, "mode": mode},
+        **{
+            "pass": step,
+            "heads": heads,
+            "seqs": seqs,
+            "gates": gates,
+            "dtype": dtype,
+            "mode": mode,
+        },
         **{"ms": times, "choice": f"{choice[0]}/{choice[1]}"},
         "loss": round(chosen / min(times.values()) - 1, 4),
         "by_whole": round(times["0/1"] / chosen, 4),
@@ -97,6 +119,7 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--pass", dest="step", default="fwd", choices=("fwd", "bwd"))
     parser.add_argument("--heads", default="2:8,4:16,8:32")
     parser.add_argument("--seqs", default="1x32768,4096+28672,8192x4,1x8192,1x2048")
     parser.add_argument("--gates", default="published,zero")
@@ -111,7 +134,7 @@ def main(argv: list[str]) -> int:
         for heads, seqs in shapes(args.random) or wanted:
             for gates in args.gates.split(","):
                 with mock.patch.dict("os.environ", {"FLA_FLASH_QLA_CP": mode}):
-                    row = measure(heads, seqs, gates, args.dtype, mode)
+                    row = measure(args.step, heads, seqs, gates, args.dtype, mode)
                 losses.append(row["loss"])
                 print(json.dumps(row), flush=True)
                 if args.out:

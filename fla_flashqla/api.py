@@ -59,6 +59,7 @@ def _summary(error: Exception) -> str:
 _kernels: dict[Key, _Kernels] = {}
 _OTHERWISE = dict.fromkeys(("forward", "backward"), "such calls are left to FLA")
 _OTHERWISE["segments"] = "sequences stay whole"
+_OTHERWISE["backward_segments"] = "sequences stay whole in the backward"
 _build_lock = threading.Lock()
 
 
@@ -78,10 +79,8 @@ def _build(step: str, plan: Plan) -> _Kernels:
             kernels = _Kernels(plan.path(step), _OTHERWISE[step])
             logger.info("compiling %s, or reading it from TileLang's cache", kernels.path)
             try:
-                if step == "segments":
-                    segments.build(plan)
-                else:
-                    (chunk.build if step == "forward" else chunk.build_backward)(plan)
+                module = segments if step.endswith("segments") else chunk
+                (module.build_backward if step.startswith("backward") else module.build)(plan)
             except Exception as error:
                 kernels.fail(None, "cannot be built", error)
             _kernels[plan.key(step)] = kernels
@@ -107,8 +106,9 @@ def _obstacle(step: str, plan: Plan, device_index: int) -> str | None:
 def _cut(plan: Plan, device_index: int) -> Plan:
     """The plan as the user has it, without segments where they are off or cannot run."""
     mode = env.segments()
-    if mode == "off" or _obstacle("segments", plan, device_index) is not None:
-        return replace(plan, segment=0, segment_splits=1)
+    for step in ("segments", "backward_segments"):
+        if step in plan.steps and (mode == "off" or _obstacle(step, plan, device_index)):
+            plan = plan.without(step)
     return replace(plan, exact=True) if mode == "exact" else plan
 
 
@@ -117,7 +117,7 @@ def decide(args: tuple[Any, ...], kwargs: dict[str, Any], gradients: bool = Fals
     call = describe(*args, **kwargs)
     decision = plan(call._replace(needs_grad=True) if gradients else call)
     if isinstance(decision, Plan):
-        if decision.segment:
+        if decision.segment or decision.backward_segment:
             decision = _cut(decision, call.device_index)
         for step in decision.steps:
             reason = _obstacle(step, decision, call.device_index)
@@ -161,26 +161,29 @@ def _launch(
     return result
 
 
+def _rehearsed(plan: Plan, device: torch.device) -> Plan:
+    """The plan without segments whose kernels fail, which are launched here if they have not run yet."""
+    if not (plan.segment or plan.backward_segment):
+        return plan
+    rehearsals = {"segments": segments.rehearse, "backward_segments": segments.rehearse_backward}
+    for step, rehearse in rehearsals.items():
+        if step in plan.steps and _place(step, plan, device) not in _kernels[plan.key(step)].proven:
+            try:
+                _launch(step, plan, device, rehearse, plan, device)
+            except FirstLaunchError:
+                plan = plan.without(step)
+    return plan
+
+
 def _answer(plan: Plan, q: torch.Tensor, *args: Any) -> chunk.Forward:
     forward: chunk.Forward = _launch("forward", plan, q.device, chunk.forward, plan, q, *args)
     report.ran(plan.path("forward"))
     return forward
 
 
-def _rehearse(step: str, plan: Plan, device: torch.device) -> None:
-    if _place(step, plan, device) not in _kernels[plan.key(step)].proven:
-        launch = segments.rehearse if step == "segments" else chunk.rehearse_backward
-        _launch(step, plan, device, launch, plan, device)
-
-
-def _rehearsed(plan: Plan, device: torch.device) -> Plan:
-    """The plan, without segments if their kernels turn out not to run."""
-    try:
-        if plan.segment:
-            _rehearse("segments", plan, device)
-    except FirstLaunchError:
-        return replace(plan, segment=0, segment_splits=1)
-    return plan
+def _rehearse(plan: Plan, device: torch.device) -> None:
+    if _place("backward", plan, device) not in _kernels[plan.key("backward")].proven:
+        _launch("backward", plan, device, chunk.rehearse_backward, plan, device)
 
 
 def _forward(
@@ -222,7 +225,7 @@ def _forward(
     )
     if plan.gradients:
         # FLA cannot take over in the middle of a training step, so what fails shall fail now.
-        _rehearse("backward", plan, q.device)
+        _rehearse(plan, q.device)
         o, final_state = autograd.GatedDeltaRule.apply(_answer, *passed, *gating)  # type: ignore[no-untyped-call]
         return o, final_state
     results = _answer(*passed, Activations(*gating))
@@ -341,12 +344,13 @@ def forward(plan: Plan, q: torch.Tensor, *args: Any) -> chunk.Forward:
 
 def states(plan: Plan, at: Layout, k: torch.Tensor, *args: Any) -> torch.Tensor:
     """The states of `chunk.states`."""
-    _without_fallback(_rehearse, "backward", plan, k.device)
+    _without_fallback(_rehearse, plan, k.device)
     return chunk.states(plan, at, k, *args)[0]
 
 
 def backward(plan: Plan, q: torch.Tensor, *args: Any) -> chunk.Gradients:
     """`chunk.backward`, counted."""
+    plan = _rehearsed(plan, q.device)
     launch: Callable[..., chunk.Gradients] = _launch
     gradients = _without_fallback(
         launch, "backward", plan, q.device, chunk.backward, plan, q, *args

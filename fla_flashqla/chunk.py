@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -222,7 +223,7 @@ def forward(
     cu, lengths = at.cu_or(unused), (at.seqlen, at.cu_step, at.N)
     strides = (1, K) if state_v_first else (V, 1)
     if plan.segment:
-        h0 = segments.starts(plan, k, v, r, gates, cu, h0, lengths, strides)
+        h0 = segments.starts(plan, segments.Chunks(k, r, gates, cu, lengths, strides), v, h0)
     kernels = build(plan)
     (kernels.forward if plan.blocks("forward") == 1 else kernels.forward_halves)(
         *(q, k, v, r, gates, cu),
@@ -230,8 +231,7 @@ def forward(
         o,
         unused if final_state is None else final_state.view(-1),
         *(*lengths, HV, HV // H, int(h0 is not None), int(output_final_state), *strides),
-        int(plan.longest_first and not plan.segment),
-        *(plan.segment, segments.slots(plan, tokens, at.N)),
+        *_taken(plan, at, tokens, plan.segment),
     )
     if scale < 0:  # the kernels take its logarithm
         o.neg_()
@@ -335,7 +335,6 @@ def backward(
     cu = at.cu_or(unused)
     lengths = at.seqlen, at.cu_step, at.N
     strides = (1, K) if state_v_first else (V, 1)
-    halves = plan.splits == 2
     kernels = build_backward(plan)
 
     normalize = use_qk_l2norm_in_kernel
@@ -346,36 +345,36 @@ def backward(
     if scale < 0:  # as in `forward`
         scale, do = -scale, -do
 
-    if chunks:
-        s, y = states(plan, at, k_in, v, r, gates, initial_state, state_v_first)
-
-    # gradients of S behind each chunk, of v and of the initial state
+    v_in = _packed(v, tokens, HV, V) if chunks else do
+    h0 = initial_state if chunks else None
+    dht = dht if chain else None
+    h0, dht = (None if x is None else x.float().contiguous().view(-1) for x in (h0, dht))
+    ds = q.new_empty(at.slots, HV, V, K) if chain else None
+    segment = plan.backward_segment
+    if segment:
+        all_chunks = segments.Chunks(k_in, r, gates, cu, lengths, strides)
+        h0, dht = segments.boundaries(plan, all_chunks, q_in, v_in, do, h0, dht, ds, chunks)
+    # The two recurrences run side by side: between their launches nothing may be copied or allocated.
     dh0 = None
     if chain:
-        ds = q.new_empty(at.slots, HV, V, K)
         # `gradients` zeroes the rows behind the last boundary, here too
         dv = (q.new_empty if chunks or cu_seqlens is None else q.new_zeros)(tokens, HV, V)
         if needs.initial_state:
             assert initial_state is not None
             dh0 = q.new_empty(initial_state.shape, dtype=torch.float32)
-        (kernels.reverse_halves if halves else kernels.reverse)(
-            q_in,
-            k_in,
-            do,
-            r,
-            gates,
-            cu,
-            unused if dht is None else dht.float().contiguous().view(-1),
-            ds,
-            dv,
+    if chunks:
+        s, y = states(plan, at, k_in, v_in, r, gates, h0, state_v_first, segment)
+    if chain:  # gradients of S behind each chunk, of v and of the initial state
+        (kernels.reverse if plan.blocks("backward") == 1 else kernels.reverse_halves)(
+            *(q_in, k_in, do, r, gates, cu, unused if dht is None else dht, ds, dv),
             unused if dh0 is None else dh0.view(-1),
             *(*lengths, HV, HV // H, int(dht is not None), int(dh0 is not None), *strides),
-            int(plan.longest_first),
+            *(*_taken(plan, at, tokens, segment), 0.0, int(chunks)),
         )
-        if dh0 is not None and initial_state is not None:
-            dh0 = dh0.to(initial_state.dtype)
     else:
         ds, dv = s, y  # of the right shape, and finite
+    if dh0 is not None and initial_state is not None:
+        dh0 = dh0.to(initial_state.dtype)
 
     if not chunks:
         return Gradients(v=dv.view(v.shape) if needs.v else None, initial_state=dh0)
@@ -430,33 +429,34 @@ def states(
     gates: torch.Tensor,
     initial_state: torch.Tensor | None,
     state_v_first: bool,
+    segment: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Launch the forward recurrence without o; arguments as in `backward`.
+    """Launch the forward recurrence without o; arguments as in `backward`, or the states of segments of `segment` tokens.
 
     Returns:
         The state at the start of each chunk, transposed, `[slots, HV, V, K]`, and Y, the chunk's error before beta, `[B T, HV, V]`.
     """
     if torch.cuda.current_device() != v.device.index:
         with torch.cuda.device(v.device):
-            return states(plan, at, k, v, r, gates, initial_state, state_v_first)
-    B, T, HV, V = v.shape
-    H, K = k.shape[-2:]
-    s, y = v.new_empty(at.slots, HV, V, K), v.new_empty(B * T, HV, V)
+            return states(plan, at, k, v, r, gates, initial_state, state_v_first, segment)
+    (H, K), (HV, V) = k.shape[-2:], v.shape[-2:]
+    k, v = _packed(k, -1, H, K), _packed(v, -1, HV, V)
+    h0 = gates if initial_state is None else initial_state.float().contiguous()
+    s, y = v.new_empty(at.slots, HV, V, K), torch.empty_like(v)
     kernels = build_backward(plan)
-    (kernels.states if plan.splits == 1 else kernels.states_halves)(
-        _packed(k, B * T, H, K),
-        _packed(v, B * T, HV, V),
-        r,
-        gates,
-        at.cu_or(gates.view(-1)),
-        gates.view(-1) if initial_state is None else initial_state.float().contiguous().view(-1),
-        s,
-        y,
+    blocks = plan.backward_splits if segment else plan.splits
+    (kernels.states if blocks == 1 else kernels.states_halves)(
+        *(k, v, r, gates, at.cu_or(gates.view(-1)), h0.view(-1), s, y),
         *(at.seqlen, at.cu_step, at.N, HV, HV // H, int(initial_state is not None)),
         *((1, K) if state_v_first else (V, 1)),
-        int(plan.longest_first),
+        *_taken(plan, at, len(v), segment),
     )
     return s, y
+
+
+def _taken(plan: Plan, at: Layout, tokens: int, segment: int) -> tuple[int, int, int]:
+    """In which order sequences are taken, in segments of how many tokens, and how many of these there are at most."""
+    return int(plan.longest_first and not segment), segment, segments.slots(segment, tokens, at.N)
 
 
 def rehearse_backward(plan: Plan, device: torch.device) -> None:
@@ -466,4 +466,5 @@ def rehearse_backward(plan: Plan, device: torch.device) -> None:
     r = x.new_zeros(slots, 1, CHUNK, CHUNK)
     gates = x.new_zeros(slots, 1, 8, CHUNK, dtype=torch.float32)
     h0 = x.new_zeros(1, 1, 128, 128, dtype=torch.float32)
+    plan = replace(plan, splits=plan.blocks("backward"), backward_segment=0)
     backward(plan, x, x, x, r, gates, 1.0, h0, do=x, dht=h0)

@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import NamedTuple
 
 from fla_flashqla.arch import ARCHS
 from fla_flashqla.call import Call
@@ -26,12 +27,14 @@ class Plan:
     dtype: str
     g_dtype: str
     beta_dtype: str
-    splits: int = 1  # blocks that share the V columns of a value head, forward and backward
+    splits: int = 1  # blocks that share the V columns of a value head, sequences being whole
     warps: int = 4  # a block of the preparation
     longest_first: bool = False  # whether sequences start in the order of their lengths
     gradients: bool = False  # whether a backward follows
     segment: int = 0  # tokens of the segments into which the forward cuts sequences; 0: none
     segment_splits: int = 1  # as `splits`, for those
+    backward_segment: int = 0  # the same for the backward
+    backward_splits: int = 1
     exact: bool = False  # whether segments start from the whole state, whatever has decayed
 
     @property
@@ -42,12 +45,20 @@ class Plan:
     @property
     def steps(self) -> tuple[str, ...]:
         """The steps that it needs, each of which is compiled when first needed."""
-        cut, trained = ("segments",) * bool(self.segment), ("backward",) * self.gradients
-        return "forward", *cut, *trained
+        cut = ("segments",) * bool(self.segment or self.backward_segment)
+        cut_backward = ("backward_segments",) * bool(self.backward_segment)
+        return "forward", *cut, *cut_backward, *("backward",) * self.gradients
+
+    def without(self, step: str) -> Plan:
+        """The plan of calls whose sequences stay whole where "segments" or "backward_segments" would cut them."""
+        plan = replace(self, backward_segment=0, backward_splits=1)
+        return plan if step == "backward_segments" else replace(plan, segment=0, segment_splits=1)
 
     def blocks(self, step: str) -> int:
         """Blocks that share the V columns of a value head in a step."""
-        return self.segment_splits if step == "forward" and self.segment else self.splits
+        if step == "forward" and self.segment:
+            return self.segment_splits
+        return self.backward_splits if step == "backward" and self.backward_segment else self.splits
 
     def key(self, step: str) -> tuple[str, ...]:
         """What is compiled together for a step."""
@@ -98,20 +109,51 @@ def longest_first(varlen: bool, N: int, HV: int, sms: int) -> bool:
     return varlen and 1 < N <= 32 and sms < N * HV
 
 
-# Microseconds that decide how sequences are cut, rounded from benchmarks/results: of a chunk step with o, by how many blocks share
-# a head; of one without, for a whole head; of a round of blocks beside its chunks; of a segment in `combine.py`; of its launch and
-# that of `segments.py`.
-STEP_US = {1: 2.0, 2: 1.26}
-MAP_STEP_US = 1.3
+class Recurrence(NamedTuple):
+    """Microseconds of a chunk step of a kernel along chains, by how many blocks share a head, and of a chunk and value head by
+    memory alone, which is what counts where the GPU is full."""
+
+    whole: float
+    halves: float
+    memory: float = 0.0
+
+    def us(self, chunks: int, chains: int, sms: int) -> float:
+        """Of all chains, `chunks` long each."""
+        shares = splits(chains, sms)
+        rounds = -(-chains * shares // max(sms, 1))
+        step = self.whole if shares == 1 else self.halves
+        return max(rounds * (chunks * step + ROUND_US), chunks * chains * self.memory)
+
+
+class Pass(NamedTuple):
+    """What cutting sequences changes in the forward or in the backward."""
+
+    recurrences: tuple[
+        Recurrence, ...
+    ]  # they need nothing of each other and run side by side where there is room
+    maps: tuple[
+        tuple[int, float], ...
+    ]  # kernels that make maps: blocks a segment, and us of a step
+
+
+# Microseconds, rounded from benchmarks/results but for those of maps and of whole heads in the backward, which are guesses from
+# the forward: of a round of blocks beside its chunks; of a segment in `combine.py`; of its launch and that of a kernel of maps.
 ROUND_US = 7.0
 COMBINE_STEP_US = 1.0
 CUT_US = 35.0
+FORWARD = Pass((Recurrence(2.0, 1.26),), ((2, 1.3),))
+BACKWARD = Pass(
+    (Recurrence(1.3, 0.86, 0.0228), Recurrence(2.0, 1.45, 0.0240)),  # states.py, reverse.py
+    ((2, 1.3), (1, 2.0)),  # segments.py, reverse.py
+)
 WARM_UP = 4  # chunks that make a segment's start where states decay, as a guess
 MAX_SEGMENTS = 64  # of a sequence: they are combined one after the other
 
 
 @lru_cache(maxsize=1024)
-def segment(tokens: int, N: int, HV: int, sms: int, quarters: int = 4) -> tuple[int, int]:
+def segment(
+    tokens: int, N: int, HV: int, sms: int, quarters: int = 4, of: Pass = FORWARD
+) -> tuple[int, int]:
     """Tokens of a segment and blocks that share a head of it, or (0, 1) where sequences stay whole.
 
     Cut is only what is expected to be faster even if nothing decays (`segments.py` runs two chains a segment then), and so that the
@@ -120,23 +162,25 @@ def segment(tokens: int, N: int, HV: int, sms: int, quarters: int = 4) -> tuple[
     """
     chunks, chains = -(-tokens // (N * CHUNK)), N * HV
 
-    def rounds(blocks: int) -> int:
-        return -(-blocks // max(sms, 1))
+    def chains_us(chunks: int, chains: int) -> float:
+        times = [kernel.us(chunks, chains, sms) for kernel in of.recurrences]
+        return max(times) if len(times) * chains * splits(chains, sms) <= sms else sum(times)
 
-    def forward_us(chunks: int, chains: int) -> float:
-        shares = splits(chains, sms)
-        return rounds(chains * shares) * (chunks * STEP_US[shares] + ROUND_US)
+    def maps_us(chunks: int, pieces: int) -> float:
+        return sum(-(-blocks * pieces // max(sms, 1)) * chunks * step for blocks, step in of.maps)
 
     longest = chunks * quarters // 4
-    whole, best, found = forward_us(longest, chains), float("inf"), (0, 1)
+    whole, best, found = chains_us(longest, chains), float("inf"), (0, 1)
     for wanted in range(2, min(MAX_SEGMENTS, chunks // 2, 2 * sms // chains + 1) + 1):
         length = -(-chunks // wanted)
         count = -(-chunks // length)
-        turns = rounds(2 * chains * (count - 1))
-        fixed = forward_us(length, chains * count) + count * COMBINE_STEP_US + CUT_US
-        exact = fixed + turns * length * MAP_STEP_US
-        some = fixed + length * MAP_STEP_US
-        decayed = fixed + turns * min(length, WARM_UP) * MAP_STEP_US
+        pieces = chains * (count - 1)
+        fixed = chains_us(length, chains * count) + len(of.maps) * (
+            count * COMBINE_STEP_US + CUT_US
+        )
+        exact = fixed + maps_us(length, pieces)
+        some = fixed + maps_us(length, 1)
+        decayed = fixed + maps_us(min(length, WARM_UP), pieces)
         # the model is not exact
         if 1.02 * exact < whole and exact + some + decayed < best:
             best = exact + some + decayed
@@ -166,7 +210,11 @@ def plan(call: Call) -> Plan | Reference | Refusal:
     if reason is not None:
         return Refusal(reason)
     assert call.sm is not None
-    cut = segment(call.B * call.T, call.N, call.HV, call.sms, _quarters(call))
+    sizes = call.B * call.T, call.N, call.HV, call.sms, _quarters(call)
+    cut = segment(*sizes)
+    cut_backward = segment(*sizes, BACKWARD) if call.needs_grad else (0, 1)
+    # A state is lost for sure only where no token can enlarge it: |k| <= 1 and beta in [0, 2].
+    bounded = call.use_qk_l2norm_in_kernel and call.use_beta_sigmoid_in_kernel
     return _plan(
         *(ARCHS[call.sm].name, call.q_dtype, call.g_dtype, call.beta_dtype),
         splits(call.N * call.HV, call.sms),
@@ -174,8 +222,8 @@ def plan(call: Call) -> Plan | Reference | Refusal:
         longest_first(call.varlen, call.N, call.HV, call.sms),
         call.needs_grad,
         *cut,
-        # A state is lost for sure only where no token can enlarge it: |k| <= 1 and beta in [0, 2].
-        cut[0] > 0 and not (call.use_qk_l2norm_in_kernel and call.use_beta_sigmoid_in_kernel),
+        *cut_backward,
+        cut[0] + cut_backward[0] > 0 and not bounded,
     )
 
 

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: MIT
-"""The states that segments of long sequences start from: allocate, launch, nothing else."""
+"""The states that segments of long sequences start from, and the gradients of those that they end with: allocate, launch, nothing else."""
 
 from __future__ import annotations
 
 import math
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -14,6 +15,8 @@ from fla_flashqla.layout import CHUNK
 if TYPE_CHECKING:
     from fla_flashqla.plan import Plan
 
+FORWARD, REVERSE = 1, 2  # of kernels/segments.py
+
 
 class SegmentKernels(NamedTuple):
     """What is compiled together for sequences that are cut."""
@@ -22,14 +25,22 @@ class SegmentKernels(NamedTuple):
     combine: Any
 
 
+class ReverseSegmentKernels(NamedTuple):
+    """What a backward pass needs beside, where it cuts sequences."""
+
+    reverse_segments: Any
+    combine_reverse: Any
+
+
 _built: dict[str, SegmentKernels] = {}
+_built_backward: dict[str, ReverseSegmentKernels] = {}
 
 
 def build(plan: Plan) -> SegmentKernels:
     """Compile the kernels of `plan`, once per process; raises what the compiler raises."""
     kernels = _built.get(plan.dtype)
     if kernels is None:
-        from fla_flashqla.kernels import combine, compile_kernel, segments
+        from fla_flashqla.kernels import combine, segments
 
         sources = (
             (
@@ -39,15 +50,38 @@ def build(plan: Plan) -> SegmentKernels:
             ),
             ("combine", combine.combine_kernel(), combine.PASS_CONFIGS),
         )
-        with ThreadPoolExecutor(len(sources)) as pool:
-            kernels = SegmentKernels(*pool.map(compile_kernel, *zip(*sources, strict=True)))
-        _built[plan.dtype] = kernels
+        kernels = _built[plan.dtype] = SegmentKernels(*_compiled(sources))
     return kernels
 
 
-def slots(plan: Plan, tokens: int, N: int) -> int:
-    """How many segments there can be, whatever the boundaries: one a sequence where they are not cut."""
-    return tokens // plan.segment + N if plan.segment else N
+def build_backward(plan: Plan) -> ReverseSegmentKernels:
+    """As `build`, what a backward pass needs beside."""
+    kernels = _built_backward.get(plan.dtype)
+    if kernels is None:
+        from fla_flashqla.kernels import combine, reverse
+
+        sources = (
+            (
+                f"reverse_segments-{plan.dtype}",
+                reverse.reverse_kernel(plan.dtype, local=True),
+                reverse.PASS_CONFIGS,
+            ),
+            ("combine_reverse", combine.combine_kernel(reverse=True), combine.PASS_CONFIGS),
+        )
+        kernels = _built_backward[plan.dtype] = ReverseSegmentKernels(*_compiled(sources))
+    return kernels
+
+
+def _compiled(sources: tuple[tuple[str, Any, dict[Any, Any]], ...]) -> list[Any]:
+    from fla_flashqla.kernels import compile_kernel
+
+    with ThreadPoolExecutor(len(sources)) as pool:
+        return [*pool.map(compile_kernel, *zip(*sources, strict=True))]
+
+
+def slots(segment: int, tokens: int, N: int) -> int:
+    """How many segments there can be, whatever the boundaries: one a sequence where they are not cut, `segment` being 0."""
+    return tokens // segment + N if segment else N
 
 
 def threshold(plan: Plan, dtype: torch.dtype) -> float:
@@ -55,49 +89,129 @@ def threshold(plan: Plan, dtype: torch.dtype) -> float:
     return -math.inf if plan.exact else math.log2(torch.finfo(dtype).eps) - 9
 
 
-def starts(
-    plan: Plan,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    r: torch.Tensor,
-    gates: torch.Tensor,
-    cu: torch.Tensor,
-    h0: torch.Tensor | None,
-    lengths: tuple[int, int, int],
-    strides: tuple[int, int],
-) -> torch.Tensor:
+class Chunks(NamedTuple):
+    """What all kernels along chains of chunks are given.
+
+    Args:
+        k (torch.Tensor):
+            `[tokens, H, 128]`, contiguous.
+        r, gates (torch.Tensor):
+            What `prepare.py` made.
+        cu, lengths:
+            As kernels take them: boundaries or a stand-in; tokens of a sequence or 0, step of `cu`, N.
+        strides (tuple[int, int]):
+            Of K and V in a state.
+    """
+
+    k: torch.Tensor
+    r: torch.Tensor
+    gates: torch.Tensor
+    cu: torch.Tensor
+    lengths: tuple[int, int, int]
+    strides: tuple[int, int]
+
+
+def starts(plan: Plan, chunks: Chunks, v: torch.Tensor, h0: torch.Tensor | None) -> torch.Tensor:
     """Launch what makes the states that segments start from.
 
     Args:
         plan (Plan):
             With `segment`.
-        k, v (torch.Tensor):
-            `[tokens, H, 128]` and `[tokens, HV, 128]`, contiguous.
-        r, gates (torch.Tensor):
-            What `prepare.py` made.
-        cu, lengths:
-            As kernels take them: boundaries or a stand-in; tokens of a sequence or 0, step of `cu`, N.
+        chunks (Chunks):
+            All chunks.
+        v (torch.Tensor):
+            `[tokens, HV, 128]`, contiguous.
         h0 (torch.Tensor, Optional):
             Initial states, flat, float32.
-        strides (tuple[int, int]):
-            Of K and V in a state.
 
     Returns:
         `[slots, HV, 128, 128]`, flat, float32, in the layout of the initial state.
     """
+    maps = _maps(plan, chunks, v, plan.segment, FORWARD)
+    return _combined(build(plan).combine, chunks, maps, h0, plan.segment)
+
+
+def boundaries(
+    plan: Plan,
+    chunks: Chunks,
+    q: torch.Tensor,
+    v: torch.Tensor,
+    do: torch.Tensor,
+    h0: torch.Tensor | None,
+    dht: torch.Tensor | None,
+    ds: torch.Tensor | None,
+    states: bool,
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Launch what makes the states that segments start from and the gradients of those that they end with.
+
+    Args:
+        plan (Plan):
+            With `backward_segment`.
+        chunks, v, h0:
+            As `starts` takes them; v is read for states alone.
+        q, do (torch.Tensor):
+            `[tokens, H, 128]` and `[tokens, HV, 128]`, contiguous.
+        dht (torch.Tensor, Optional):
+            Gradients of final states, flat, float32.
+        ds (torch.Tensor, Optional):
+            What kernels/reverse.py will write, of which this needs the shape; `None`: no gradients are wanted.
+        states (bool):
+            Whether states are wanted.
+
+    Returns:
+        The states and their gradients, as `starts` returns them; `None` for what is not wanted.
+    """
+    segment = plan.backward_segment
+    wanted = FORWARD * states + REVERSE * (ds is not None)
+    maps = _maps(plan, chunks, v, segment, wanted)
+    made, ends = None, None
+    if states:
+        made = _combined(build(plan).combine, chunks, maps, h0, segment)
+    if ds is not None:
+        k, r, gates, cu, lengths, strides = chunks
+        kernels = build_backward(plan)
+        (count, HV), H = maps.kept.shape, k.shape[1]
+        local = torch.empty_like(maps.phi)
+        unused = gates.view(-1)
+        kernels.reverse_segments(
+            *(q, k, do, r, gates, cu, unused if dht is None else dht, ds, do, local.view(-1)),
+            *(*lengths, HV, HV // H, int(dht is not None), 1, *strides, 0, segment, count),
+            *(threshold(plan, k.dtype), 0),
+        )
+        maps = maps._replace(local=local)
+        ends = _combined(kernels.combine_reverse, chunks, maps, dht, segment)
+    return made, ends
+
+
+class _Maps(NamedTuple):
+    """See kernels/segments.py."""
+
+    local: torch.Tensor
+    phi: torch.Tensor
+    kept: torch.Tensor
+
+
+def _maps(plan: Plan, chunks: Chunks, v: torch.Tensor, segment: int, wanted: int) -> _Maps:
+    k, r, gates, cu, lengths, _ = chunks
     (tokens, H, K), HV = k.shape, v.shape[1]
-    count = slots(plan, tokens, lengths[2])
-    kernels = build(plan)
-    maps = gates.new_empty(count, HV, 2, K, K)
+    count = slots(segment, tokens, lengths[2])
+    phi = gates.new_empty(count, HV, K, K)
+    local = torch.empty_like(phi) if wanted & FORWARD else phi  # of the right shape
     kept = torch.empty(count, HV, dtype=torch.int32, device=k.device)
-    kernels.segments(
-        *(k, v, r, gates, cu, maps, kept),
-        *(threshold(plan, k.dtype), *lengths, HV, HV // H, plan.segment),
+    build(plan).segments(
+        *(k, v, r, gates, cu, local, phi, kept),
+        *(threshold(plan, k.dtype), *lengths, HV, HV // H, segment, wanted),
     )
-    made = gates.new_empty(count * HV * K * K)
-    kernels.combine(
-        *(maps, kept, cu, gates.view(-1) if h0 is None else h0, made),
-        *(*lengths, HV, plan.segment, int(h0 is not None), *strides),
+    return _Maps(local, phi, kept)
+
+
+def _combined(
+    kernel: Any, chunks: Chunks, maps: _Maps, first: torch.Tensor | None, segment: int
+) -> torch.Tensor:
+    made = chunks.gates.new_empty(maps.phi.numel())
+    kernel(
+        *(*maps, chunks.cu, chunks.gates.view(-1) if first is None else first, made),
+        *(*chunks.lengths, maps.phi.shape[1], segment, int(first is not None), *chunks.strides),
     )
     return made
 
@@ -107,8 +221,23 @@ def rehearse(plan: Plan, device: torch.device) -> None:
     if torch.cuda.current_device() != device.index:  # which a launch would change for good
         with torch.cuda.device(device):
             return rehearse(plan, device)
-    x = torch.zeros(2 * plan.segment, 1, 128, dtype=getattr(torch, plan.dtype), device=device)
-    count = 2 * plan.segment // CHUNK + 2
-    r = x.new_zeros(count, 1, CHUNK, CHUNK)
-    gates = x.new_zeros(count, 1, 8, CHUNK, dtype=torch.float32)
-    starts(plan, x, x, r, gates, gates.view(-1).view(torch.int32), None, (len(x), 1, 1), (128, 1))
+    chunks, x, _ = _rehearsal(plan, device)
+    starts(replace(plan, segment=CHUNK), chunks, x, None)
+
+
+def rehearse_backward(plan: Plan, device: torch.device) -> None:
+    """As `rehearse`, what `boundaries` launches."""
+    if torch.cuda.current_device() != device.index:
+        with torch.cuda.device(device):
+            return rehearse_backward(plan, device)
+    chunks, x, ds = _rehearsal(plan, device)
+    boundaries(replace(plan, backward_segment=CHUNK), chunks, x, x, x, None, None, ds, True)
+
+
+def _rehearsal(plan: Plan, device: torch.device) -> tuple[Chunks, torch.Tensor, torch.Tensor]:
+    """Two chunks of zeros, tokens of one head, and what ds is shaped like."""
+    x = torch.zeros(2 * CHUNK, 1, 128, dtype=getattr(torch, plan.dtype), device=device)
+    r = x.new_zeros(4, 1, CHUNK, CHUNK)
+    gates = x.new_zeros(4, 1, 8, CHUNK, dtype=torch.float32)
+    cu = gates.view(-1).view(torch.int32)
+    return Chunks(x, r, gates, cu, (len(x), 1, 1), (128, 1)), x, x.new_empty(4, 1, 128, 128)

@@ -44,6 +44,7 @@ def run(wanted: list[Plan], progress: Callable[[str], None]) -> dict[str, Any]:
             segments.build(plan)
             if plan.gradients:
                 chunk.build_backward(plan)
+                segments.build_backward(plan)
             row["seconds"] = round(time.perf_counter() - start, 2)
         except (
             Exception

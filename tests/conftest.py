@@ -101,9 +101,15 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     forward, backward = noted(kernel_models.FORWARD), noted(kernel_models.BACKWARD)
     monkeypatch.setattr(chunk, "build", lambda plan: forward)
     monkeypatch.setattr(chunk, "build_backward", lambda plan: backward)
-    cut = noted(kernel_models.SEGMENTS)
+    cut, cut_backward = noted(kernel_models.SEGMENTS), noted(kernel_models.REVERSE_SEGMENTS)
     monkeypatch.setattr(segments, "build", lambda plan: cut)
-    for module, name in ((chunk, "rehearse_backward"), (segments, "rehearse")):
+    monkeypatch.setattr(segments, "build_backward", lambda plan: cut_backward)
+    rehearsals = (
+        (chunk, "rehearse_backward"),
+        (segments, "rehearse"),
+        (segments, "rehearse_backward"),
+    )
+    for module, name in rehearsals:
         monkeypatch.setattr(module, name, lambda plan, device: None)
     fla_flashqla.reset_report()
     yield names

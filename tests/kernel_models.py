@@ -15,12 +15,13 @@ import torch
 from torch import Tensor
 
 from fla_flashqla import chunk
-from fla_flashqla.segments import SegmentKernels
+from fla_flashqla.segments import ReverseSegmentKernels, SegmentKernels
 
 C = 64
 EPS = 1e-6
 FLOOR = -128.0
 X, U, O, PR, PC, DECAY, GC, B = range(8)
+AHEAD, BACK = 1, 2  # what a kept Phi maps: states, gradients of states
 
 
 class Chunk(NamedTuple):
@@ -156,39 +157,65 @@ def forward(q, k, v, r, gates, cu, h0, o, ht, seqlen, cu_step, sequences, value_
                 state(ht, p.n, h, *rest).copy_(S)
 
 
-def segments(k, v, r, gates, cu, maps, kept, threshold, seqlen, cu_step, sequences, value_heads, group, segment):  # fmt: skip
+def deciding(decays: Tensor, threshold: float) -> int:
+    """The fewest of these log2 decays, the first on, that sum up to at most `threshold`; 0 if all do not."""
+    enough = (decays.double().cumsum(0) <= threshold).nonzero()
+    return int(enough[0]) + 1 if len(enough) else 0
+
+
+def segments(k, v, r, gates, cu, local, phi, kept, threshold, seqlen, cu_step, sequences, value_heads, group, segment, wanted):  # fmt: skip
     K, V = k.shape[-1], v.shape[-1]
+    n = -1
     for p in pieces(cu, seqlen, cu_step, sequences, segment):
         for h in range(0 if p.last else value_heads):
-            suffixes = gates[[c.slot for c in p.chunks], h, DECAY, 1].double().flip(0).cumsum(0)
-            enough = (suffixes <= threshold).nonzero()
-            last = int(enough[0]) + 1 if len(enough) else 0
-            kept[p.slot, h] = not last
+            decays = gates[[c.slot for c in p.chunks], h, DECAY, 1]
+            last = deciding(decays.flip(0), threshold)
+            first = deciding(decays, threshold) if p.n == n else 1
+            keep = wanted & (AHEAD * (not last) | BACK * (not first))
+            kept[p.slot, h] = keep
             L, Phi = torch.zeros(K, V).double(), torch.eye(K).double()
-            for c in p.chunks[-last:]:
+            for i, c in enumerate(p.chunks):
                 _, b_k, b_v, gate, R = tile(c, h, group, gates, r, k, k, v)
                 decay = gates[c.slot, h, DECAY, 0]
-                L = step(L, R @ (b_v - gate[X, :, None] * (b_k @ L)), b_k, gate, decay)
+                if not last or i >= len(p.chunks) - last:
+                    L = step(L, R @ (b_v - gate[X, :, None] * (b_k @ L)), b_k, gate, decay)
                 Phi = step(Phi, -R @ (gate[X, :, None] * (b_k @ Phi)), b_k, gate, decay)
-            maps[p.slot, h, 0, :V] = L.T
-            if not last:
-                maps[p.slot, h, 1] = Phi.T
+            if wanted & AHEAD:
+                local[p.slot, h, :V] = L.T
+            if keep:
+                phi[p.slot, h] = Phi.T
+        n = p.n
 
 
-def combine(maps, kept, cu, h0, starts, seqlen, cu_step, sequences, value_heads, segment, use_h0, stride_k, stride_v):  # fmt: skip
-    K = maps.shape[-1]
+def combine(local, phi, kept, cu, first, states, seqlen, cu_step, sequences, value_heads, segment, use_first, stride_k, stride_v):  # fmt: skip
+    K = phi.shape[-1]
     rest = value_heads, K, K, (stride_k, stride_v)
     S = torch.zeros(value_heads, K, K).double()
     n = -1
     for p in pieces(cu, seqlen, cu_step, sequences, segment):
         for h in range(value_heads):
             if p.n != n:
-                S[h] = state(h0, p.n, h, *rest) if use_h0 else 0.0
-            state(starts, p.slot, h, *rest).copy_(S[h])
+                S[h] = state(first, p.n, h, *rest) if use_first else 0.0
+            state(states, p.slot, h, *rest).copy_(S[h])
             if not p.last:
-                L, Phi = maps[p.slot, h].double().mT
-                S[h] = (Phi @ S[h] if kept[p.slot, h] else 0.0) + L
+                Phi = phi[p.slot, h].double().T
+                S[h] = (Phi @ S[h] if kept[p.slot, h] & AHEAD else 0.0) + local[p.slot, h].T
         n = p.n
+
+
+def combine_reverse(local, phi, kept, cu, first, states, seqlen, cu_step, sequences, value_heads, segment, use_first, stride_k, stride_v):  # fmt: skip
+    K = phi.shape[-1]
+    rest = value_heads, K, K, (stride_k, stride_v)
+    dS = torch.zeros(value_heads, K, K).double()
+    for p in reversed([*pieces(cu, seqlen, cu_step, sequences, segment)]):
+        for h in range(value_heads):
+            if p.last:
+                dS[h] = state(first, p.n, h, *rest) if use_first else 0.0
+            state(states, p.slot, h, *rest).copy_(dS[h])
+            if p.chunks and not p.chunks[0].first:
+                keep = not p.last and kept[p.slot, h] & BACK
+                Phi_T = phi[p.slot, h].double()
+                dS[h] = (Phi_T @ dS[h] if keep else 0.0) + local[p.slot, h].T
 
 
 def tile(c: Chunk, h: int, group: int, gates: Tensor, r: Tensor | None, q: Tensor, k: Tensor, *values: Tensor) -> list[Tensor]:  # fmt: skip
@@ -200,37 +227,58 @@ def tile(c: Chunk, h: int, group: int, gates: Tensor, r: Tensor | None, q: Tenso
     return found if r is None else [*found, r[c.slot, h, :n, :n].double()]
 
 
-def states(k, v, r, gates, cu, h0, s, y, seqlen, cu_step, sequences, value_heads, group, use_h0, stride_k, stride_v, longest_first):  # fmt: skip
+def states(k, v, r, gates, cu, h0, s, y, seqlen, cu_step, sequences, value_heads, group, use_h0, stride_k, stride_v, longest_first, segment, slots):  # fmt: skip
     K, V = k.shape[-1], v.shape[-1]
-    for h in range(value_heads):
-        S = torch.zeros(K, V).double()
-        for c in chunks(cu, seqlen, cu_step, sequences):
-            if c.first:
-                S = (
-                    state(h0, c.n, h, value_heads, K, V, (stride_k, stride_v)).double()
-                    if use_h0
-                    else 0 * S
-                )
-            _, b_k, b_v, gate, R = tile(c, h, group, gates, r, k, k, v)
-            Y = R @ (b_v - gate[X, :, None] * (b_k @ S))
-            s[c.slot, h], y[c.rows, h] = S.T.to(s.dtype), Y.to(y.dtype)
-            S = gates[c.slot, h, DECAY, 0].double() * S + (gate[U, :, None] * b_k).T @ Y
+    rest = value_heads, K, V, (stride_k, stride_v)
+    for p in pieces(cu, seqlen, cu_step, sequences, segment):
+        assert p.slot < slots
+        for h in range(value_heads):
+            S = state(h0, p.slot, h, *rest).double() if use_h0 else torch.zeros(K, V).double()
+            for c in p.chunks:
+                _, b_k, b_v, gate, R = tile(c, h, group, gates, r, k, k, v)
+                Y = R @ (b_v - gate[X, :, None] * (b_k @ S))
+                s[c.slot, h], y[c.rows, h] = S.T.to(s.dtype), Y.to(y.dtype)
+                S = step(S, Y, b_k, gate, gates[c.slot, h, DECAY, 0])
 
 
-def reverse(q, k, do, r, gates, cu, dht, ds, dv, dh0, seqlen, cu_step, sequences, value_heads, group, use_dht, store_dh0, stride_k, stride_v, longest_first):  # fmt: skip
+def step_back(dS: Tensor, c: Chunk, h: int, group: int, *tensors: Tensor) -> tuple[Tensor, Tensor]:
+    """dW of a chunk, and the gradient of the state in front of it."""
+    q, k, do, r, gates = tensors
+    b_q, b_k, b_do, gate, R = tile(c, h, group, gates, r, q, k, do)
+    dW = R.T @ (gate[U, :, None] * (b_k @ dS) + products(b_q, b_k, gate).T @ b_do)
+    dS = gates[c.slot, h, DECAY, 0].double() * dS + (gate[O, :, None] * b_q).T @ b_do
+    return dW, dS - (gate[X, :, None] * b_k).T @ dW
+
+
+def reverse(q, k, do, r, gates, cu, dht, ds, dv, dh0, seqlen, cu_step, sequences, value_heads, group, use_dht, store_dh0, stride_k, stride_v, longest_first, segment, slots, threshold, beside):  # fmt: skip
     K, V = k.shape[-1], do.shape[-1]
-    for h in range(value_heads):
-        dS = [state(dht, n, h, value_heads, K, V, (stride_k, stride_v)).double() if use_dht else torch.zeros(K, V).double() for n in range(sequences)]  # fmt: skip
-        for c in reversed([*chunks(cu, seqlen, cu_step, sequences)]):
-            b_q, b_k, b_do, gate, R = tile(c, h, group, gates, r, q, k, do)
-            ds[c.slot, h] = dS[c.n].T.to(ds.dtype)
-            P = products(b_q, b_k, gate)
-            dW = R.T @ (gate[U, :, None] * (b_k @ dS[c.n]) + P.T @ b_do)
-            dv[c.rows, h] = dW.to(dv.dtype)
-            decay = gates[c.slot, h, DECAY, 0].double()
-            dS[c.n] = decay * dS[c.n] + (gate[O, :, None] * b_q).T @ b_do - (gate[X, :, None] * b_k).T @ dW  # fmt: skip
-        for n in range(sequences) if store_dh0 else ():
-            state(dh0, n, h, value_heads, K, V, (stride_k, stride_v)).copy_(dS[n])
+    rest = value_heads, K, V, (stride_k, stride_v)
+    n = -1
+    for p in pieces(cu, seqlen, cu_step, sequences, segment):
+        assert p.slot < slots
+        for h in range(value_heads):
+            dS = state(dht, p.slot, h, *rest).double() if use_dht else torch.zeros(K, V).double()
+            for c in reversed(p.chunks):
+                ds[c.slot, h] = dS.T.to(ds.dtype)
+                dW, dS = step_back(dS, c, h, group, q, k, do, r, gates)
+                dv[c.rows, h] = dW.to(dv.dtype)
+            if store_dh0 and p.n != n:
+                state(dh0, p.n, h, *rest).copy_(dS)
+        n = p.n
+
+
+def reverse_segments(q, k, do, r, gates, cu, dht, ds, dv, dh0, seqlen, cu_step, sequences, value_heads, group, use_dht, store_dh0, stride_k, stride_v, longest_first, segment, slots, threshold, beside):  # fmt: skip
+    K, V = k.shape[-1], do.shape[-1]
+    rest = value_heads, K, V, (stride_k, stride_v)
+    for p in pieces(cu, seqlen, cu_step, sequences, segment):
+        assert p.slot < slots
+        for h in range(value_heads if p.chunks and not p.chunks[0].first else 0):
+            first = deciding(gates[[c.slot for c in p.chunks], h, DECAY, 1], threshold)
+            entered = use_dht and p.last and not first
+            dS = state(dht, p.n, h, *rest).double() if entered else torch.zeros(K, V).double()
+            for c in reversed(p.chunks[: first or None]):
+                dS = step_back(dS, c, h, group, q, k, do, r, gates)[1]
+            state(dh0, p.slot, h, value_heads, K, V, (1, K)).copy_(dS)
 
 
 def gradients(q, k, do, dw, y, state, dstate, gates, g, beta, A_log, dt_bias, cu, dq, dk, dg, dbeta, shares, scale, seqlen, cu_step, sequences, heads, group, normalize_q, normalize_k, raw_g, raw_beta, blocks):  # fmt: skip
@@ -283,3 +331,4 @@ def gradients(q, k, do, dw, y, state, dstate, gates, g, beta, A_log, dt_bias, cu
 FORWARD = chunk.Kernels(prepare, prepare, forward, forward)
 BACKWARD = chunk.BackwardKernels(states, states, reverse, reverse, gradients)
 SEGMENTS = SegmentKernels(segments, combine)
+REVERSE_SEGMENTS = ReverseSegmentKernels(reverse_segments, combine_reverse)

@@ -22,8 +22,8 @@ from fla_flashqla.testing import (
 
 # Tails, an empty sequence, rows behind the last boundary, negative betas, and enough chunks to use each of three stages more than
 # twice; few chains (half a head a block) and many; then blocks of `gradients.py` take several items, tails among them, and
-# sequences start in the order of their lengths; then gates and betas that the kernels make; at last two that the planner cuts into
-# segments, without and with decay.
+# sequences start in the order of their lengths; then gates and betas that the kernels make; at last three that the planner cuts into
+# segments in both passes, without and with decay, the last with an empty sequence.
 CASES = (
     Case(1, 2, B=1, T=580),
     Case(1, 2, lens=(1, 64, 0, 70, 580), tail=3, l2norm=True, dtype="float16"),
@@ -32,8 +32,9 @@ CASES = (
     Case(16, 16, lens=(70, 0, 130, *[70] * 7)),
     Case(1, 2, lens=(1, 64, 0, 450), tail=70, raw_g="bias", raw_beta=2, beta_dtype="bfloat16"),
     Case(2, 10, B=7, T=130, l2norm=True, raw_g="no_bias", raw_beta=1),
-    Case(1, 2, T=4200, state_v_first=True, gates="zero"),
-    Case(1, 2, T=4200, gates="strong", dtype="float16"),
+    Case(1, 2, T=8200, state_v_first=True, gates="zero"),
+    Case(1, 2, T=8200, gates="strong", dtype="float16"),
+    Case(1, 2, lens=(0, 8400), tail=70, gates="mild", l2norm=True),
 )
 
 if __name__ == "__main__":

@@ -330,7 +330,8 @@ def test_flashqla_only_dtypes_select_a_kernel(q, g, beta):
     assert plan(call) == plan(call._replace(**others)) == want
     assert hash(plan(call)) == hash(want) and repr(want) == (
         f"Plan(arch='sm90', dtype='{q}', g_dtype='{g}', beta_dtype='{beta}', splits=2, warps=1, "
-        "longest_first=False, gradients=False, segment=0, segment_splits=1, exact=False)"
+        "longest_first=False, gradients=False, segment=0, segment_splits=1, "
+        "backward_segment=0, backward_splits=1, exact=False)"
     )
     trained = plan(call._replace(needs_grad=True))
     assert trained == replace(want, gradients=True) and trained.compiled == want.compiled

@@ -145,13 +145,13 @@ def test_flashqla_segments_do_not_leak(
 
 
 def maps_of(plan: Plan, x: dict[str, Any], launched: list[str]) -> tuple[torch.Tensor, ...]:
-    """`maps` and `kept` of a call."""
+    """`local`, `phi` and `kept` of a call."""
     seen: list[torch.Tensor] = []
     made = segments.build(plan)
 
     def spy(*args: Any) -> None:
         made.segments(*args)
-        seen.extend(args[5:7])
+        seen.extend(args[5:8])
 
     patch = pytest.MonkeyPatch()
     patch.setattr(segments, "build", lambda plan: made._replace(segments=spy))
@@ -168,10 +168,10 @@ def test_flashqla_segments_keep_what_counts(cut: Any, launched: list[str]) -> No
     x["g"][:, 70:80, 0] = -5.0  # head 0: the second chunk of the first segment
     x["g"][:, 130:140, 1] = -5.0  # head 1: the first chunk of the second segment
     x["g"][:, :, 2] = -0.9  # head 2: always
-    maps, kept = maps_of(PLAN, x, launched)
+    local, phi, kept = maps_of(PLAN, x, launched)
     assert kept[:3].tolist() == [[0, 1, 0, 1], [1, 0, 0, 1], [1, 1, 0, 1]]
-    assert maps[:3, :, 1].isnan().flatten(2).all(-1).equal(kept[:3] == 0)
-    assert not maps[:3, :, 0].isnan().any()
+    assert phi[:3].isnan().flatten(2).all(-1).equal(kept[:3] == 0)
+    assert not local[:3].isnan().any()
     check(x)
 
 
@@ -359,14 +359,13 @@ def test_flashqla_segments_where_the_longest_sequence_is_known() -> None:
 
 def test_flashqla_segments_never_outnumber_their_slots() -> None:
     for tokens in (64, 192, 4096):
-        plan = replace(PLAN, segment=tokens)
         for lens in ((0,) * 5, (1,) * 9, (tokens,) * 3, (tokens + 1, 0, 63, 5 * tokens), LENS):
             cu = torch.tensor([0, *lens]).cumsum(0)
             found = [p.slot for p in kernel_models.pieces(cu, 0, 1, len(lens), tokens)]
             assert found == sorted(set(found)) and found[-1] < segments.slots(
-                plan, sum(lens), len(lens)
+                tokens, sum(lens), len(lens)
             )
-    assert segments.slots(replace(PLAN, segment=0), 1000, 3) == 3
+    assert segments.slots(0, 1000, 3) == 3
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

@@ -41,7 +41,8 @@ def cut(monkeypatch):
             made = plan(call)
             if tokens is None or not isinstance(made, Plan):
                 return made
-            return replace(made, segment=tokens, segment_splits=shares, exact=False)
+            made = replace(made, segment=tokens, segment_splits=shares, exact=False)
+            return made.without("backward_segments")
 
         monkeypatch.setenv("FLA_FLASH_QLA_CP", mode)
         monkeypatch.setattr(api, "plan", planned)

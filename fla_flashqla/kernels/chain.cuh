@@ -172,7 +172,8 @@ __device__ __forceinline__ int gdr_longest(const int* cu, int step, int sequence
 // tokens, a multiple of 64, the last one shorter; 0: they are not cut. Segment j of sequence n lies in slot cu[n] / segment + n + j,
 // as chunks do, so that T / segment + N slots are enough and nobody has to sum up counts; an empty sequence has one segment, for
 // its final state. Of sequences that are not cut, the slots are those in order, or by length. Called by whole warps.
-//   at: sequence, first token, tokens, slot of the first chunk, kind (-1 nobody's, 0 followed by another segment, 1 the last)
+//   at: sequence, first token, tokens, slot of the first chunk, kind (-1 nobody's, 0 followed by another segment, 1 the last),
+//       segments before it in its sequence (-1 nobody's)
 __device__ __forceinline__ void gdr_segment(const int* cu, int step, int seqlen, int sequences, int segment, int by_length,
                                             int slot, int* at) {
   int n = slot;
@@ -195,6 +196,7 @@ __device__ __forceinline__ void gdr_segment(const int* cu, int step, int seqlen,
   at[2] = length;
   at[3] = bos / 64 + n;
   at[4] = 1;
+  at[5] = 0;
   if (segment > 0) {
     const int number = slot - bos / segment - n, count = length > segment ? (length - 1) / segment + 1 : 1;
     const bool used = number >= 0 && number < count;
@@ -203,16 +205,17 @@ __device__ __forceinline__ void gdr_segment(const int* cu, int step, int seqlen,
     at[2] = used ? min(length - skipped, segment) : 0;
     at[3] += skipped / 64;
     at[4] = used ? number + 1 == count : -1;
+    at[5] = used ? number : -1;
   }
 }
 
-// The fewest last chunks of a segment whose log2 decays, `stride` floats apart, sum up to at most `threshold`; 0 if all of them do
-// not. Called by whole warps.
+// The fewest chunks from one end of a segment on whose log2 decays sum up to at most `threshold`; 0 if all of them do not. The
+// decays lie `stride` floats apart, which is negative for chunks from the last on. Called by whole warps.
 __device__ __forceinline__ int gdr_decisive(const float* decays, int stride, int chunks, float threshold) {
   const int lane = threadIdx.x % 32;
   float total = 0.f;
   for (int done = 0; done < chunks; done += 32) {
-    float sum = done + lane < chunks ? decays[static_cast<long long>(chunks - 1 - done - lane) * stride] : 0.f;
+    float sum = done + lane < chunks ? decays[static_cast<long long>(done + lane) * stride] : 0.f;
 #pragma unroll
     for (int e = 1; e < 32; e *= 2) {
       const float shifted = __shfl_up_sync(~0u, sum, e);

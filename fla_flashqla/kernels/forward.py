@@ -172,7 +172,7 @@ def forward_kernel(dtype: str, warpgroups: int = 2):
             split = bx % SPLITS
             piece = T.alloc_var("int32", init=T.truncdiv(bx // SPLITS, value_heads))
             bh = T.alloc_var("int32", init=bx // SPLITS - piece * value_heads)
-            at = T.alloc_local((5,), "int32")
+            at = T.alloc_local((6,), "int32")
             T.call_extern(
                 "handle",
                 "gdr_segment",

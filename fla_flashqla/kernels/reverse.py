@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
 """Reverse recurrence over the chunks of one sequence and value head, gradient of the state in registers (SM90).
 
-One block per (value head, sequence), or per half of one, from the last chunk to the first. With the chunk quantities of
-`prepare.py` (R and the gate vectors), per chunk of C = 64 tokens and in transposed form, as `forward.py`:
+One block per value head and sequence, or segment of one (`segments.py`), or per half of one, from the last chunk to the first.
+With the chunk quantities of `prepare.py` (R and the gate vectors), per chunk of C = 64 tokens and in transposed form, as `forward.py`:
 
     ds     = dS^T, rounded: of the chunk's outgoing state   [V, K]     stored
     E^T    = dO^T P                                         [V, C]
@@ -40,6 +40,20 @@ as its upper triangle: the exponent pr_i is zero in these rows, but exp2(0 - pc_
 What is said in `forward.py` of products with a left operand in registers, of fences and of early tests of barriers holds here:
 ds leaves under the product of dO and Q, dv under that of dW and K. With two math warpgroups registers are scarce: ds is stored
 before dY is made, and dO^T o o before E is issued, because ptxas otherwise has too few (C7512) or spills.
+
+The launch is programmatic. Directly behind `states.py` (`beside`), which starts when all before it is complete and needs the
+same inputs, blocks run beside its blocks as soon as those have started; otherwise they wait for what was launched before. Either way this
+kernel does not end before that has.
+
+With `local` the kernel is the mirror image of `segments.py`: it makes dL^T of every segment but the first of a sequence, and
+stores neither ds nor dv. The gradient of S in front of a segment is
+
+    dS^T <- dS^T Phi + dL^T
+
+with Phi of `segments.py`, and dL is the chain from zero; but for the last segment it is from the gradient of the final state, so
+that its Phi, and that of its tail chunk, is not needed. Where the log2 decays of the first w chunks sum up to at most
+`threshold`, dL comes from those w alone (the fewest), from zero: what lies behind them is lost in front of the segment. The
+bound is that of `segments.py`, for dS.
 """
 
 from functools import partial
@@ -66,12 +80,13 @@ __all__ = ["HALVES", "PASS_CONFIGS", "REGISTERS", "reverse_kernel"]
 HALVES = 2  # tiles of do and of P
 
 
-def reverse_kernel(dtype: str, warpgroups: int = 2):
+def reverse_kernel(dtype: str, warpgroups: int = 2, local: bool = False):
     """TileLang source of the reverse recurrence.
 
     Args:
         dtype (str): of q, k, do, r, ds and dv, "bfloat16" or "float16".
         warpgroups (int): math warpgroups a block, 64 columns of V each: 2, or 1 to give a head to two blocks.
+        local (bool): whether it makes nothing but dL^T, `[V, K]` in the slots of segments, into dh0.
     """
     C, D, M, HD = CHUNK, HEAD, 64 * warpgroups, HEAD // 2
     MATH, SPLITS = 128 * warpgroups, 2 // warpgroups
@@ -106,8 +121,12 @@ def reverse_kernel(dtype: str, warpgroups: int = 2):
         stride_k: T.int32,
         stride_v: T.int32,
         longest_first: T.int32,
+        segment: T.int32,
+        slots: T.int32,
+        threshold: T.float32,
+        beside: T.int32,
     ):
-        with T.Kernel(sequences * HV * SPLITS, threads=MATH + 256, prelude=source) as bx:
+        with T.Kernel(slots * HV * SPLITS, threads=MATH + 256, prelude=source) as bx:
             q_s = T.alloc_shared((STAGES, C, D), dtype)
             k_s = T.alloc_shared((STAGES, C, D), dtype)
             r_s = T.alloc_shared((STAGES, C, C), dtype)
@@ -141,20 +160,55 @@ def reverse_kernel(dtype: str, warpgroups: int = 2):
             ds_empty = T.alloc_barrier(arrive_count=1)
             landed = T.alloc_barrier(arrive_count=[1] * 2)
 
+            if local:
+                T.pdl_sync()
+                T.pdl_trigger()
+            elif beside == 0:
+                T.pdl_sync()
             tx = T.get_thread_binding()
             lane = tx % 32
             split = bx % SPLITS
-            bn = T.alloc_var("int32", init=T.truncdiv(bx // SPLITS, value_heads))
-            bh = T.alloc_var("int32", init=bx // SPLITS - bn * value_heads)
-            if warpgroups == 2:  # halves all run at once
-                if longest_first > 0:
-                    bn = T.call_extern(
-                        "int32", "gdr_longest", T.address_of(cu[0]), cu_step, sequences, bn
+            piece = T.alloc_var("int32", init=T.truncdiv(bx // SPLITS, value_heads))
+            bh = T.alloc_var("int32", init=bx // SPLITS - piece * value_heads)
+            at = T.alloc_local((6,), "int32")
+            T.call_extern(
+                "handle",
+                "gdr_segment",
+                T.address_of(cu[0]),
+                *(cu_step, seqlen, sequences, segment),
+                longest_first if warpgroups == 2 else 0,  # halves all run at once
+                piece,
+                at.access_ptr("w"),
+            )
+            bos = T.alloc_var("int32", init=at[1])  # the first token, of a segment too
+            length = T.alloc_var("int32", init=at[2])
+            begin = T.alloc_var("int32", init=at[0])  # whose dht the chain begins with,
+            begins = T.alloc_var("int32", init=use_dht)  # if with any
+            if local:
+                first = T.alloc_var("int32", init=0)  # chunks that decide
+                if at[5] > 0:
+                    first = T.call_extern(
+                        "int32",
+                        "gdr_decisive",
+                        T.address_of(gates[at[3], bh, GATE_DECAY, 1]),
+                        value_heads * (GATE_ROWS * C),
+                        T.ceildiv(length, C),
+                        threshold,
                     )
-            bos = T.if_then_else(seqlen > 0, bn * seqlen, cu[bn * cu_step])
-            length = T.if_then_else(seqlen > 0, seqlen, cu[(bn + 1) * cu_step] - bos)
+                    if first > 0:
+                        length = T.min(length, first * C)
+                else:
+                    length = 0
+                if (first > 0) | (at[4] == 0):
+                    begins = 0
+            else:
+                if segment > 0:
+                    begin = piece
+                # the state in front of a sequence; one register across the loop
+                end = T.alloc_var(
+                    "int32", init=T.if_then_else(at[5] == 0, at[0] * value_heads + bh, -1)
+                )
             NT = T.ceildiv(length, C)
-            state = T.cast(bn * value_heads + bh, "int64") * (D * D) + split * M * stride_v
 
             ready = T.alloc_var("int32")
             p_ready = T.alloc_var("int32")
@@ -162,7 +216,11 @@ def reverse_kernel(dtype: str, warpgroups: int = 2):
             dv_ready = T.alloc_var("int32")
             if tx < MATH:
                 T.set_max_nreg(registers[0], 1)
-                if use_dht > 0:
+                state = T.alloc_var(
+                    "int64",
+                    init=T.cast(begin * value_heads + bh, "int64") * (D * D) + split * M * stride_v,
+                )
+                if (begins > 0) & (at[4] >= 0):
                     for d, c in T.Parallel(M, D):
                         S[d, c] = dht[state + d * stride_v + c * stride_k]
                 else:
@@ -201,29 +259,31 @@ def reverse_kernel(dtype: str, warpgroups: int = 2):
                             p_phase = (ii * STAGES + st + 1) // HALVES % 2
                             out_phase = (ii * STAGES + st + 1) % 2
                             matmul(Zo, q_s[st, :, :], S)
-                            ds_ready = T.call_extern(
-                                "int32", "gdr_test", T.address_of(ds_empty[0]), out_phase
-                            )
+                            if not local:
+                                ds_ready = T.call_extern(
+                                    "int32", "gdr_test", T.address_of(ds_empty[0]), out_phase
+                                )
                             ready = T.call_extern(
                                 "int32", "gdr_test", T.address_of(full[n]), n_phase
                             )
                             p_ready = T.call_extern(
                                 "int32", "gdr_test", T.address_of(p_full[half]), p_phase
                             )
-                            if ds_ready == 0:
-                                T.barrier_wait(ds_empty, out_phase)
-                            # pointers "to read" keep TileLang from adding the fence that the store warps have
-                            T.call_extern(
-                                "handle",
-                                "gdr_store_state",
-                                Sa.access_ptr("r"),
-                                Sb.access_ptr("r"),
-                                ds_s.access_ptr("r"),
-                                M,
-                            )
-                            T.sync_warp()
-                            if lane == 0:
-                                T.barrier_arrive(ds_full)
+                            if not local:
+                                if ds_ready == 0:
+                                    T.barrier_wait(ds_empty, out_phase)
+                                # pointers "to read" keep TileLang from adding the fence that the store warps have
+                                T.call_extern(
+                                    "handle",
+                                    "gdr_store_state",
+                                    Sa.access_ptr("r"),
+                                    Sb.access_ptr("r"),
+                                    ds_s.access_ptr("r"),
+                                    M,
+                                )
+                                T.sync_warp()
+                                if lane == 0:
+                                    T.barrier_arrive(ds_full)
                             T.call_extern(
                                 "handle",
                                 "gdr_dy_" + dtype,
@@ -253,24 +313,26 @@ def reverse_kernel(dtype: str, warpgroups: int = 2):
                             if (p_ready == 0) & (ii * STAGES + st + 1 < NT):
                                 T.barrier_wait(p_full[half], p_phase)
                             matmul(Z, p_s[half, :, :], E, clear_accum=True)
-                            dv_ready = T.call_extern(
-                                "int32", "gdr_test", T.address_of(dv_empty[0]), out_phase
-                            )
+                            if not local:
+                                dv_ready = T.call_extern(
+                                    "int32", "gdr_test", T.address_of(dv_empty[0]), out_phase
+                                )
                             T.wait_wgmma(1)
                             for d, c in T.Parallel(M, C):
                                 Wx[d, c] = -X[d, c] * g_s[st, GATE_X, c]
                             matmul(Wx, k_s[st, :, :], S)
-                            if dv_ready == 0:
-                                T.barrier_wait(dv_empty, out_phase)
-                            T.call_extern(
-                                "handle",
-                                "gdr_store_" + dtype,
-                                X.access_ptr("r"),
-                                dv_s.access_ptr("r"),
-                            )
-                            T.sync_warp()
-                            if lane == 0:
-                                T.barrier_arrive(dv_full)
+                            if not local:
+                                if dv_ready == 0:
+                                    T.barrier_wait(dv_empty, out_phase)
+                                T.call_extern(
+                                    "handle",
+                                    "gdr_store_" + dtype,
+                                    X.access_ptr("r"),
+                                    dv_s.access_ptr("r"),
+                                )
+                                T.sync_warp()
+                                if lane == 0:
+                                    T.barrier_arrive(dv_full)
                             decay[0] = T.if_then_else(
                                 ii * STAGES + st + 1 < NT, g_s[n, GATE_DECAY, 0], 1.0
                             )
@@ -287,9 +349,16 @@ def reverse_kernel(dtype: str, warpgroups: int = 2):
                             for d, c in T.Parallel(M, D):
                                 S[d, c] *= decay[0]
                             T.wait_wgmma(0)
-                if store_dh0 > 0:
-                    for d, c in T.Parallel(M, D):
-                        dh0[state + d * stride_v + c * stride_k] = S[d, c]
+                if local:
+                    if NT > 0:
+                        state = T.cast(bx // SPLITS, "int64") * (D * D)
+                        for d, c in T.Parallel(M, D):
+                            dh0[state + (split * M + d) * D + c] = S[d, c]
+                else:
+                    if (store_dh0 > 0) & (end >= 0):
+                        state = T.cast(end, "int64") * (D * D) + split * M * stride_v
+                        for d, c in T.Parallel(M, D):
+                            dh0[state + d * stride_v + c * stride_k] = S[d, c]
             elif tx < MATH + 128:
                 T.set_max_nreg(registers[1], 0)
                 if (NT > 0) & (lane == 0):
@@ -319,22 +388,24 @@ def reverse_kernel(dtype: str, warpgroups: int = 2):
             else:
                 T.set_max_nreg(registers[2], 0)
                 hq = T.alloc_var("int32", init=T.truncdiv(bh, group))
-                slot = T.alloc_var("int32", init=bos // C + bn)
+                slot = T.alloc_var("int32", init=at[3])
                 v0 = split * M
                 if tx < MATH + 160:
+                    t0 = T.alloc_var("int32", init=bos + NT * C)
+                    eos = T.alloc_var("int32", init=bos + length)
                     for i in T.serial(NT):
                         st = i % STAGES
-                        t0 = bos + (NT - 1 - i) * C
+                        t0 -= C
                         T.barrier_wait(empty[st], ((i + 1) // STAGES + 1) % 2)
-                        if length - (NT - 1 - i) * C >= C:
+                        if eos - t0 >= C:
                             T.tma_copy(q[t0 : t0 + C, hq, :], q_s[st, :, :], barrier=full[st])
                             T.tma_copy(k[t0 : t0 + C, hq, :], k_s[st, :, :], barrier=full[st])
                         else:
                             T.tma_copy(q[t0 : t0 + C, hq, :], q_s[st, :, :], barrier=landed[0])
                             T.tma_copy(k[t0 : t0 + C, hq, :], k_s[st, :, :], barrier=landed[0])
                             land(landed, 0)
-                            clean(q_s, D, st, length - (NT - 1 - i) * C)
-                            clean(k_s, D, st, length - (NT - 1 - i) * C)
+                            clean(q_s, D, st, eos - t0)
+                            clean(k_s, D, st, eos - t0)
                         T.sync_warp()
                         if lane == 0:
                             T.barrier_arrive(full[st])
@@ -364,35 +435,37 @@ def reverse_kernel(dtype: str, warpgroups: int = 2):
                         T.sync_warp()
                         if lane == 0:
                             T.barrier_arrive(full[st])
-                elif tx < MATH + 224:
-                    tail = NT - length // C  # 1 if step 0 is a tail chunk, else 0
-                    if tail > 0:  # its rows alone
-                        T.barrier_wait(dv_full, 0)
-                        T.call_extern("handle", "gdr_order")
-                        for t in T.serial(length % C):
-                            for e in T.vectorized(M // 32):
-                                dv[bos + (NT - 1) * C + t, bh, v0 + lane * (M // 32) + e] = dv_s[
-                                    t, lane * (M // 32) + e
-                                ]
-                        T.call_extern("handle", "gdr_order")
-                        T.sync_warp()
-                        if lane == 0:
-                            T.barrier_arrive(dv_empty)
-                    for i in T.serial(NT - tail):
-                        t0 = bos + (NT - 1 - tail - i) * C
-                        T.barrier_wait(dv_full, (i + tail) % 2)
-                        T.fence_proxy_async()
-                        T.copy(dv_s, dv[t0 : t0 + C, bh, v0 : v0 + M])
-                        T.sync_warp()
-                        if lane == 0:
-                            T.barrier_arrive(dv_empty)
-                else:
-                    for i in T.serial(NT):
-                        T.barrier_wait(ds_full, i % 2)
-                        T.fence_proxy_async()
-                        T.copy(ds_s, ds[slot + NT - 1 - i, bh, v0 : v0 + M, :])
-                        T.sync_warp()
-                        if lane == 0:
-                            T.barrier_arrive(ds_empty)
+                elif not local:
+                    if tx < MATH + 224:
+                        tail = NT - length // C  # 1 if step 0 is a tail chunk, else 0
+                        if tail > 0:  # its rows alone
+                            T.barrier_wait(dv_full, 0)
+                            T.call_extern("handle", "gdr_order")
+                            for t in T.serial(length % C):
+                                for e in T.vectorized(M // 32):
+                                    dv[bos + (NT - 1) * C + t, bh, v0 + lane * (M // 32) + e] = (
+                                        dv_s[t, lane * (M // 32) + e]
+                                    )
+                            T.call_extern("handle", "gdr_order")
+                            T.sync_warp()
+                            if lane == 0:
+                                T.barrier_arrive(dv_empty)
+                        for i in T.serial(NT - tail):
+                            t0 = bos + (NT - 1 - tail - i) * C
+                            T.barrier_wait(dv_full, (i + tail) % 2)
+                            T.fence_proxy_async()
+                            T.copy(dv_s, dv[t0 : t0 + C, bh, v0 : v0 + M])
+                            T.sync_warp()
+                            if lane == 0:
+                                T.barrier_arrive(dv_empty)
+                    else:
+                        for i in T.serial(NT):
+                            T.barrier_wait(ds_full, i % 2)
+                            T.fence_proxy_async()
+                            T.copy(ds_s, ds[slot + NT - 1 - i, bh, v0 : v0 + M, :])
+                            T.sync_warp()
+                            if lane == 0:
+                                T.barrier_arrive(ds_empty)
+                        T.pdl_sync()  # who comes behind this kernel comes behind `states.py`, too
 
     return gdr_reverse

@@ -8,13 +8,16 @@ and rows of S^T are independent of each other:
 
 L is what the segment makes of a state of zero; Phi^T is what it makes of the identity, in the place of S^T, if V is zero. So one
 block takes the 128 rows of L^T and one those of Phi^T, for every segment but the last of a sequence, of which nobody asks; both run
-the chain of `forward.py` without o. `combine.py` makes of them the states that segments start from.
+the chain of `forward.py` without o. `combine.py` makes of them the states that segments start from. The backward pass wants the
+gradients of the states that segments end with, too, which the same Phi maps (`reverse.py`): `wanted` is the sum of FORWARD and
+REVERSE, and without FORWARD there is no L.
 
 Where a segment's last chunks decay enough, what came before them is lost anyway: if the log2 decays of its last w chunks sum up to
-at most `threshold`, the chain of L starts with those w (the fewest), from zero, and Phi counts as zero, not computed, `kept` being 0.
-The state that is passed on then lacks Phi' S, Phi' being the map of those w chunks and S the state before them, and for beta |k|^2
-in [0, 2] (beyond which the recurrence itself may diverge) |Phi' S| <= 2^threshold |S|, since each token's map is its decay times
-I - beta k k^T. Decided by each block for itself, from the gates; a NaN among them keeps Phi. A threshold of -inf keeps all.
+at most `threshold`, the chain of L starts with those w (the fewest), from zero, and Phi counts as zero. The state that is passed on
+then lacks Phi' S, Phi' being the map of those w chunks and S the state before them, and for beta |k|^2 in [0, 2] (beyond which the
+recurrence itself may diverge) |Phi' S| <= 2^threshold |S|, since each token's map is its decay times I - beta k k^T. For the
+gradients, which come from the other side, the segment's first chunks decide. Each block decides for itself, from the gates; a
+NaN among them keeps Phi. A threshold of -inf keeps all. `kept` says for what Phi counts, as `wanted`; where it is 0, Phi is not computed.
 
 Roles: two math warpgroups keep 64 rows each and run the chain independently of each other; in the last warpgroup one warp loads k,
 one v, R and the gates, by TMA. There are no tail chunks, since only the last segment of a sequence can have one. For Phi, V is
@@ -47,6 +50,7 @@ from fla_flashqla.kernels.prepare import (
 __all__ = ["PASS_CONFIGS", "REGISTERS", "segments_kernel"]
 REGISTERS = (216, 72)  # a thread, by role (math, load)
 LOCAL, PHI = range(2)  # what a block computes
+FORWARD, REVERSE = 1, 2  # what Phi is to map: states, gradients of states
 
 
 def segments_kernel(dtype: str):
@@ -69,7 +73,8 @@ def segments_kernel(dtype: str):
         r: T.Tensor((NSLOT, HV, C, C), dtype),
         gates: T.Tensor((NSLOT, HV, GATE_ROWS, C), f32),
         cu: T.Tensor((NCU,), "int32"),
-        maps: T.Tensor((NSEG, HV, 2, D, D), f32),
+        local: T.Tensor((NSEG, HV, D, D), f32),
+        phi: T.Tensor((NSEG, HV, D, D), f32),
         kept: T.Tensor((NSEG, HV), "int32"),
         threshold: T.float32,
         seqlen: T.int32,
@@ -78,6 +83,7 @@ def segments_kernel(dtype: str):
         value_heads: T.int32,
         group: T.int32,
         segment: T.int32,
+        wanted: T.int32,
     ):
         with T.Kernel(NSEG * HV * 2, threads=MATH + 128, prelude=source) as bx:
             k_s = T.alloc_shared((STAGES, C, D), dtype)
@@ -106,7 +112,7 @@ def segments_kernel(dtype: str):
             what = bx % 2
             piece = T.alloc_var("int32", init=T.truncdiv(bx // 2, value_heads))
             bh = T.alloc_var("int32", init=bx // 2 - piece * value_heads)
-            at = T.alloc_local((5,), "int32")
+            at = T.alloc_local((6,), "int32")
             T.call_extern(
                 "handle",
                 "gdr_segment",
@@ -117,24 +123,40 @@ def segments_kernel(dtype: str):
             bos = T.alloc_var("int32", init=at[1])
             slot = T.alloc_var("int32", init=at[3])
             NT = T.alloc_var("int32", init=0)
-            last = T.alloc_var("int32", init=0)  # chunks that decide what the segment passes on
+            last = T.alloc_var("int32", init=0)  # chunks that decide what the segment passes on,
+            first = T.alloc_var("int32", init=0)  # and what it passes back
+            keep = T.alloc_var("int32", init=0)
             if at[4] == 0:
                 NT = segment // C
+                stride = value_heads * (GATE_ROWS * C)
                 last = T.call_extern(
                     "int32",
                     "gdr_decisive",
-                    T.address_of(gates[slot, bh, GATE_DECAY, 1]),
-                    value_heads * (GATE_ROWS * C),
-                    NT,
-                    threshold,
+                    T.address_of(gates[slot + NT - 1, bh, GATE_DECAY, 1]),
+                    *(-stride, NT, threshold),
                 )
-                if tx == 0:
-                    if what == PHI:
-                        kept[piece, bh] = T.if_then_else(last > 0, 0, 1)
-                if last > 0:
-                    bos += (NT - last) * C
-                    slot += NT - last
-                    NT = T.if_then_else(what == PHI, 0, last)
+                if what == LOCAL:
+                    if last > 0:
+                        bos += (NT - last) * C
+                        slot += NT - last
+                        NT = last
+                    if (wanted & FORWARD) == 0:
+                        NT = 0
+                else:
+                    first = T.call_extern(
+                        "int32",
+                        "gdr_decisive",
+                        T.address_of(gates[slot, bh, GATE_DECAY, 1]),
+                        *(stride, NT, threshold),
+                    )
+                    keep = T.if_then_else(((wanted & FORWARD) > 0) & (last == 0), FORWARD, 0)
+                    # nobody asks what the first segment passes back
+                    if (wanted >= REVERSE) & (at[5] > 0) & (first == 0):
+                        keep += REVERSE
+                    if tx == 0:
+                        kept[piece, bh] = keep
+                    if keep == 0:
+                        NT = 0
 
             ready = T.alloc_var("int32")
             if tx < MATH:
@@ -206,8 +228,12 @@ def segments_kernel(dtype: str):
                             )
                             T.wait_wgmma(0)
                 if NT > 0:
-                    for d, c in T.Parallel(M, D):
-                        maps[piece, bh, what, d, c] = S[d, c]
+                    if what == LOCAL:
+                        for d, c in T.Parallel(M, D):
+                            local[piece, bh, d, c] = S[d, c]
+                    else:
+                        for d, c in T.Parallel(M, D):
+                            phi[piece, bh, d, c] = S[d, c]
             else:
                 T.set_max_nreg(REGISTERS[1], 0)
                 hq = T.alloc_var("int32", init=T.truncdiv(bh, group))

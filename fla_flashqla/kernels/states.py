@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
 """Forward recurrence once more, for the backward pass: the state at the start of every chunk, and Y (SM90).
 
-One block per (value head, sequence), or per half of one. With the chunk quantities of `prepare.py` (R and the gate vectors), per
-chunk of C = 64 tokens, as `forward.py` but without o:
+One block per value head and sequence, or segment of one (`segments.py`), or per half of one. With the chunk quantities of
+`prepare.py` (R and the gate vectors), per chunk of C = 64 tokens, as `forward.py` but without o:
 
     s    = S^T, rounded                              [V, K]     stored
     X^T  = S^T K^T                                   [V, C]
@@ -85,8 +85,10 @@ def states_kernel(dtype: str, warpgroups: int = 2):
         stride_k: T.int32,
         stride_v: T.int32,
         longest_first: T.int32,
+        segment: T.int32,
+        slots: T.int32,
     ):
-        with T.Kernel(sequences * HV * SPLITS, threads=MATH + 128, prelude=source) as bx:
+        with T.Kernel(slots * HV * SPLITS, threads=MATH + 128, prelude=source) as bx:
             k_s = T.alloc_shared((STAGES, C, D), dtype)
             v_s = T.alloc_shared((STAGES, C, M), dtype)
             r_s = T.alloc_shared((STAGES, C, C), dtype)
@@ -114,20 +116,25 @@ def states_kernel(dtype: str, warpgroups: int = 2):
             s_empty = T.alloc_barrier(arrive_count=1)
             landed = T.alloc_barrier(arrive_count=[1] * 2)
 
+            T.pdl_trigger()  # `reverse.py` can take the SMs that are free: it needs nothing from here
             tx = T.get_thread_binding()
             lane = tx % 32
             split = bx % SPLITS
-            bn = T.alloc_var("int32", init=T.truncdiv(bx // SPLITS, value_heads))
-            bh = T.alloc_var("int32", init=bx // SPLITS - bn * value_heads)
-            if warpgroups == 2:  # halves all run at once
-                if longest_first > 0:
-                    bn = T.call_extern(
-                        "int32", "gdr_longest", T.address_of(cu[0]), cu_step, sequences, bn
-                    )
-            bos = T.if_then_else(seqlen > 0, bn * seqlen, cu[bn * cu_step])
-            length = T.if_then_else(seqlen > 0, seqlen, cu[(bn + 1) * cu_step] - bos)
+            piece = T.alloc_var("int32", init=T.truncdiv(bx // SPLITS, value_heads))
+            bh = T.alloc_var("int32", init=bx // SPLITS - piece * value_heads)
+            at = T.alloc_local((6,), "int32")
+            T.call_extern(
+                "handle",
+                "gdr_segment",
+                T.address_of(cu[0]),
+                *(cu_step, seqlen, sequences, segment),
+                longest_first if warpgroups == 2 else 0,  # halves all run at once
+                piece,
+                at.access_ptr("w"),
+            )
+            bos = T.alloc_var("int32", init=at[1])  # the first token, of a segment too
+            length = T.alloc_var("int32", init=at[2])
             NT = T.ceildiv(length, C)
-            state = T.cast(bn * value_heads + bh, "int64") * (D * D) + split * M * stride_v
 
             ready = T.alloc_var("int32")
             s_ready = T.alloc_var("int32")
@@ -135,7 +142,12 @@ def states_kernel(dtype: str, warpgroups: int = 2):
             if tx < MATH:
                 if warpgroups == 2:
                     T.set_max_nreg(REGISTERS[0], 1)
-                if use_h0 > 0:
+                start = T.alloc_var("int32", init=T.if_then_else(segment > 0, piece, at[0]))
+                state = T.alloc_var(
+                    "int64",
+                    init=T.cast(start * value_heads + bh, "int64") * (D * D) + split * M * stride_v,
+                )
+                if (use_h0 > 0) & (at[4] >= 0):
                     for d, c in T.Parallel(M, D):
                         S[d, c] = h0[state + d * stride_v + c * stride_k]
                 else:
@@ -240,7 +252,7 @@ def states_kernel(dtype: str, warpgroups: int = 2):
                 if warpgroups == 2:
                     T.set_max_nreg(REGISTERS[1], 0)
                 hq = T.alloc_var("int32", init=T.truncdiv(bh, group))
-                slot = T.alloc_var("int32", init=bos // C + bn)
+                slot = T.alloc_var("int32", init=at[3])
                 v0 = split * M
                 if tx < MATH + 32:
                     for i in T.serial(NT):

@@ -24,7 +24,7 @@ STRICT = Variable(
 SEGMENTS = Variable(
     "FLA_FLASH_QLA_CP",
     "auto",
-    "Whether long sequences are cut, in the forward and the backward, and their segments run side by side: off, exact, or auto, which drops states that have decayed if the call has q, k and beta bounded by their flags (l2norm, sigmoid).",
+    "Whether long sequences are cut, in the forward and the backward, and their segments run side by side: off, exact, or auto, which drops states that have decayed.",
 )
 VARIABLES = (SWITCH, STRICT, SEGMENTS)
 

@@ -213,8 +213,6 @@ def plan(call: Call) -> Plan | Reference | Refusal:
     sizes = call.B * call.T, call.N, call.HV, call.sms, _quarters(call)
     cut = segment(*sizes)
     cut_backward = segment(*sizes, BACKWARD) if call.needs_grad else (0, 1)
-    # A state is lost for sure only where no token can enlarge it: |k| <= 1 and beta in [0, 2].
-    bounded = call.use_qk_l2norm_in_kernel and call.use_beta_sigmoid_in_kernel
     return _plan(
         *(ARCHS[call.sm].name, call.q_dtype, call.g_dtype, call.beta_dtype),
         splits(call.N * call.HV, call.sms),
@@ -223,7 +221,6 @@ def plan(call: Call) -> Plan | Reference | Refusal:
         call.needs_grad,
         *cut,
         *cut_backward,
-        cut[0] + cut_backward[0] > 0 and not bounded,
     )
 
 

@@ -128,6 +128,8 @@ def prepare(q, k, g, beta, A_log, dt_bias, cu, r, gates, o, scale, seqlen, cu_st
             gates[c.slot, hv, written] = row[written].to(gates.dtype)
             gates[c.slot, hv, DECAY, 0] = gc[-1].exp()
             gates[c.slot, hv, DECAY, 1] = e2[-1]
+            lengths = (rk * b_k.norm(dim=-1)).square()
+            gates[c.slot, hv, DECAY, 2] = e2[-1] + (1 - b * lengths).abs().clamp(min=1).log2().sum()
     o[behind(cu, seqlen, cu_step, sequences)] = 0
 
 
@@ -168,7 +170,7 @@ def segments(k, v, r, gates, cu, local, phi, kept, threshold, seqlen, cu_step, s
     n = -1
     for p in pieces(cu, seqlen, cu_step, sequences, segment):
         for h in range(0 if p.last else value_heads):
-            decays = gates[[c.slot for c in p.chunks], h, DECAY, 1]
+            decays = gates[[c.slot for c in p.chunks], h, DECAY, 2]
             last = deciding(decays.flip(0), threshold)
             first = deciding(decays, threshold) if p.n == n else 1
             keep = wanted & (AHEAD * (not last) | BACK * (not first))
@@ -273,7 +275,7 @@ def reverse_segments(q, k, do, r, gates, cu, dht, ds, dv, dh0, seqlen, cu_step, 
     for p in pieces(cu, seqlen, cu_step, sequences, segment):
         assert p.slot < slots
         for h in range(value_heads if p.chunks and not p.chunks[0].first else 0):
-            first = deciding(gates[[c.slot for c in p.chunks], h, DECAY, 1], threshold)
+            first = deciding(gates[[c.slot for c in p.chunks], h, DECAY, 2], threshold)
             entered = use_dht and p.last and not first
             dS = state(dht, p.n, h, *rest).double() if entered else torch.zeros(K, V).double()
             for c in reversed(p.chunks[: first or None]):

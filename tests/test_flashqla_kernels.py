@@ -61,6 +61,8 @@ def expected(x, lens):
                 1,
             )
             e[:, 5, 0], e[:, 5, 1] = last[:, 0].exp(), last[:, 0] * log2
+            growth = (1 - b * kn.square().sum(-1)).abs().clamp(min=1).log2().sum(-1)
+            e[:, 5, 2] = e[:, 5, 1] + growth
             e[:, 6, :n], e[:, 7, :n] = (gc - f.log()) * log2, b
             gates.append(e)
         bos += length
@@ -103,12 +105,14 @@ def compare(x, lens, dtype, warps):
     # rounding to the dtype alone leaves 0.29 eps on average
     assert relative_error(r, want_r) <= 0.5 * torch.finfo(getattr(torch, dtype)).eps
     assert ((r - want_r).abs().amax((-1, -2)) <= 4e-3 * want_r.abs().amax((-1, -2)) + 1e-6).all()
-    gates[:, :, 5, 2:] = 0  # not written
+    gates[:, :, 5, 3:] = 0  # not written
     for row in (0, 1, 2, 7):
         assert relative_error(gates[:, :, row], want_gates[:, :, row]) <= 2e-6, row
     decay, want_decay = (x[:, :, 5] for x in (gates, want_gates))
     assert relative_error(decay[..., 0], want_decay[..., 0]) <= 2e-6
     assert relative_error(decay[..., 1], want_decay[..., 1]) <= 2e-6
+    error = (decay[..., 2] - want_decay[..., 2]).abs()
+    assert (error <= 1e-4 + 2e-6 * want_decay[..., 2].abs()).all()
     for row in (3, 4, 6):  # sums of logarithms: what counts is the error of an exponent
         want = want_gates[:, :, row]
         error = (gates[:, :, row] - want).abs()

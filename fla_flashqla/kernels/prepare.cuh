@@ -284,9 +284,9 @@ __device__ __forceinline__ void load_k(unsigned (&x)[4], unsigned tile, int I, i
 }
 
 // K K^T, lower blocks, by the GDR_WARPS warps of a block, from the tile of K and into its place. Rows and columns behind the
-// chunk's last token become 0, whatever the tile holds there. With `normalize`, 1 / |k| to rk.
+// chunk's last token become 0, whatever the tile holds there. To k2 |k|^2; with `normalize` 1 / |k| to rk, and to k2 what that makes of it.
 template <typename T>
-__device__ __forceinline__ void kk(void* tile, float* rk, int valid, int normalize, float eps) {
+__device__ __forceinline__ void kk(void* tile, float* rk, float* k2, int valid, int normalize, float eps) {
   constexpr int OWN = 4 / GDR_WARPS;  // block rows of a warp
   const int lane = threadIdx.x % 32, warp = GDR_WARPS == 1 ? 0 : threadIdx.x / 32;
   const unsigned base = static_cast<unsigned>(__cvta_generic_to_shared(tile));
@@ -321,7 +321,11 @@ __device__ __forceinline__ void kk(void* tile, float* rk, int valid, int normali
         for (int e = 0; e < 4; ++e) {
           const int r = 16 * I + e / 2 * 8 + lane / 4, c = 16 * J + t * 8 + 2 * (lane % 4) + e % 2;
           if (max(r, c) >= valid) d[n][J][t][e] = 0.f;
-          if (e / 2 == t && r == c && normalize) rk[r] = r < valid ? rsqrtf(d[n][J][t][e] + eps) : 0.f;
+          if (e / 2 == t && r == c) {
+            const float square = d[n][J][t][e];
+            if (normalize) rk[r] = r < valid ? rsqrtf(square + eps) : 0.f;
+            k2[r] = normalize ? square / (square + eps) : square;
+          }
         }
         x[t] = make_float4(d[n][J][t][0], d[n][J][t][1], d[n][J][t][2], d[n][J][t][3]);
       }
@@ -353,8 +357,9 @@ __device__ __forceinline__ void negate_rows(T* out, const float* beta) {
 
 // Gates [2, 64] of a value head: gc, beta; [3, 64] of a warp: bk, rows, cols.
 #define GDR_PREPARE(NAME, TYPE)                                                                                      \
-  __device__ __forceinline__ void gdr_kk_##NAME(void* tile, float* rk, int valid, int normalize, float eps) {        \
-    gdr::kk<TYPE>(tile, rk, valid, normalize, eps);                                                                  \
+  __device__ __forceinline__ void gdr_kk_##NAME(void* tile, float* rk, float* k2, int valid, int normalize,          \
+                                                float eps) {                                                         \
+    gdr::kk<TYPE>(tile, rk, k2, valid, normalize, eps);                                                              \
   }                                                                                                                  \
   __device__ __forceinline__ void gdr_invert_##NAME(void* tile, const float* gc, const float* mine, const float* rk, \
                                                     float* scratch, void* out) {                                     \

@@ -11,7 +11,8 @@ and the gate vectors that the recurrence multiplies with (rows of `gates`, zero 
 
     X: exp(gc) rk             U: exp(gc_C - gc) rk beta     O: scale exp(gc) rq
     PR: log2(exp(gc) rq)      PC: log2(exp(gc) / (rk scale beta))
-    DECAY: exp(gc_C), in its first element, and log2 of that in its second
+    DECAY: exp(gc_C), in its first element, log2 of that in its second, and in its third a bound on log2 of the 2-norm of what the chunk
+           does to a state: that plus the sum of log2 max(1, |1 - beta |k|^2|), each token's map being exp(g) (I - beta k k^T)
 
 and, if there will be a backward pass, GC: log2(exp(gc) / rk) and B: beta.
 
@@ -100,6 +101,7 @@ def prepare_kernel(dtype: str, g_dtype: str, beta_dtype: str, warps: int = 4):
             heads_s = T.alloc_shared((STAGED, 2, C), f32)
             w_s = T.alloc_shared((W, 3, C), f32)
             rk_s = T.alloc_shared((C,), f32)
+            k2_s = T.alloc_shared((C,), f32)  # |k|^2, of what l2norm makes of k
             rq_s = T.alloc_shared((C,), f32)
             T.annotate_layout({k_s: tilelang.layout.make_swizzled_layout(k_s)})
             q8 = T.alloc_local((8,), dtype)
@@ -113,6 +115,8 @@ def prepare_kernel(dtype: str, g_dtype: str, beta_dtype: str, warps: int = 4):
             before = T.alloc_var(f32)
             middle_gc = T.alloc_var(f32)
             total = T.alloc_var(f32)
+            factor = T.alloc_var(f32)
+            growth = T.alloc_var(f32)
             loaded = T.alloc_barrier(arrive_count=1)
 
             T.pdl_sync()
@@ -202,6 +206,7 @@ def prepare_kernel(dtype: str, g_dtype: str, beta_dtype: str, warps: int = 4):
                             "gdr_kk_" + dtype,
                             T.address_of(k_s[0, 0]),
                             T.address_of(rk_s[0]),
+                            T.address_of(k2_s[0]),
                             valid,
                             normalize_k,
                             L2NORM_EPS,
@@ -233,6 +238,7 @@ def prepare_kernel(dtype: str, g_dtype: str, beta_dtype: str, warps: int = 4):
                         if j * STAGED + at < group:
                             hv = hq * group + j * STAGED + at
                             total = 0.0
+                            growth = 0.0
                             T.sync_warp()
                             for half in T.unroll(2):  # inclusive cumulative sum, in base 2
                                 t = half * 32 + lane
@@ -254,6 +260,9 @@ def prepare_kernel(dtype: str, g_dtype: str, beta_dtype: str, warps: int = 4):
                                     before = T.if_then_else(lane < 16, middle_gc, before)
                                 gl[half] = gate
                                 bk = T.if_then_else(t < valid, heads_s[at, BETA, t] * rk_s[t], 0.0)
+                                factor = T.abs(1.0 - heads_s[at, BETA, t] * k2_s[t])
+                                # a NaN stays one
+                                growth += T.log2(T.if_then_else(factor <= 1.0, 1.0, factor))
                                 heads_s[at, GC, t] = gate
                                 w_s[warp, BK, t] = bk
                                 w_s[warp, ROWS, t] = T.if_then_else(
@@ -279,9 +288,13 @@ def prepare_kernel(dtype: str, g_dtype: str, beta_dtype: str, warps: int = 4):
                                     for e in T.unroll(GATE_ROWS):
                                         if (e != GATE_DECAY) & ((e < CHAIN_ROWS) | (backward > 0)):
                                             gates[slot, hv, e, t] = 0.0
-                            if lane < 2:
+                            for e in T.unroll(5):
+                                growth += T.shfl_xor(growth, 1 << e)
+                            if lane < 3:
                                 gates[slot, hv, GATE_DECAY, lane] = T.if_then_else(
-                                    lane == 0, T.exp2(total), total
+                                    lane == 0,
+                                    T.exp2(total),
+                                    total + T.if_then_else(lane == 1, 0.0, growth),
                                 )
                             T.sync_warp()
                             T.call_extern(

@@ -190,7 +190,7 @@ def reverse_kernel(dtype: str, warpgroups: int = 2, local: bool = False):
                     first = T.call_extern(
                         "int32",
                         "gdr_decisive",
-                        T.address_of(gates[at[3], bh, GATE_DECAY, 1]),
+                        T.address_of(gates[at[3], bh, GATE_DECAY, 2]),
                         value_heads * (GATE_ROWS * C),
                         T.ceildiv(length, C),
                         threshold,

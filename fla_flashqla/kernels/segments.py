@@ -12,10 +12,10 @@ the chain of `forward.py` without o. `combine.py` makes of them the states that 
 gradients of the states that segments end with, too, which the same Phi maps (`reverse.py`): `wanted` is the sum of FORWARD and
 REVERSE, and without FORWARD there is no L.
 
-Where a segment's last chunks decay enough, what came before them is lost anyway: if the log2 decays of its last w chunks sum up to
-at most `threshold`, the chain of L starts with those w (the fewest), from zero, and Phi counts as zero. The state that is passed on
-then lacks Phi' S, Phi' being the map of those w chunks and S the state before them, and for beta |k|^2 in [0, 2] (beyond which the
-recurrence itself may diverge) |Phi' S| <= 2^threshold |S|, since each token's map is its decay times I - beta k k^T. For the
+Where a segment's last chunks decay enough, what came before them is lost anyway: if the bounds on log2 norms (DECAY in `prepare.py`) of
+its last w chunks sum up to at most `threshold`, the chain of L starts with those w (the fewest), from zero, and Phi counts as zero. The
+state that is passed on then lacks Phi' S, Phi' being the map of those w chunks and S the state before them, and |Phi' S| <= 2^threshold |S|
+in the 2-norm, since each token's map is exp(g) (I - beta k k^T). For the
 gradients, which come from the other side, the segment's first chunks decide. Each block decides for itself, from the gates; a
 NaN among them keeps Phi. A threshold of -inf keeps all. `kept` says for what Phi counts, as `wanted`; where it is 0, Phi is not computed.
 
@@ -132,7 +132,7 @@ def segments_kernel(dtype: str):
                 last = T.call_extern(
                     "int32",
                     "gdr_decisive",
-                    T.address_of(gates[slot + NT - 1, bh, GATE_DECAY, 1]),
+                    T.address_of(gates[slot + NT - 1, bh, GATE_DECAY, 2]),
                     *(-stride, NT, threshold),
                 )
                 if what == LOCAL:
@@ -146,7 +146,7 @@ def segments_kernel(dtype: str):
                     first = T.call_extern(
                         "int32",
                         "gdr_decisive",
-                        T.address_of(gates[slot, bh, GATE_DECAY, 1]),
+                        T.address_of(gates[slot, bh, GATE_DECAY, 2]),
                         *(stride, NT, threshold),
                     )
                     keep = T.if_then_else(((wanted & FORWARD) > 0) & (last == 0), FORWARD, 0)

@@ -37,9 +37,9 @@ from fla_flashqla.plan import CHUNK, Plan, plan, splits
 COUNTS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 
 
-def shapes(n: int) -> list[tuple[str, str]]:
-    """Random heads and lengths, the same each time."""
-    chosen = random.Random(0)
+def shapes(n: int, seed: int) -> list[tuple[str, str]]:
+    """Random heads and lengths."""
+    chosen = random.Random(seed)
     found = []
     for _ in range(n):
         HV = chosen.choice((1, 2, 4, 8, 16, 24, 32, 64))
@@ -126,12 +126,13 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--modes", default="auto", help="of FLA_FLASH_QLA_CP: exact, auto")
     parser.add_argument("--random", type=int, default=0, help="so many random shapes instead")
+    parser.add_argument("--seed", type=int, default=0, help="of the random shapes")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args(argv)
     wanted = [(h, s) for h in args.heads.split(",") for s in args.seqs.split(",")]
     losses = []
     for mode in args.modes.split(","):
-        for heads, seqs in shapes(args.random) or wanted:
+        for heads, seqs in shapes(args.random, args.seed) or wanted:
             for gates in args.gates.split(","):
                 with mock.patch.dict("os.environ", {"FLA_FLASH_QLA_CP": mode}):
                     row = measure(args.step, heads, seqs, gates, args.dtype, mode)

@@ -109,90 +109,149 @@ def longest_first(varlen: bool, N: int, HV: int, sms: int) -> bool:
     return varlen and 1 < N <= 32 and sms < N * HV
 
 
-class Recurrence(NamedTuple):
-    """Microseconds of a chunk step of a kernel along chains, by how many blocks share a head, and of a chunk and value head by
-    memory alone, which is what counts where the GPU is full."""
+class Lengths(NamedTuple):
+    """Sequences as the planner sees them: one of `longest` chunks and N - 1 of `other`."""
 
-    whole: float
-    halves: float
+    N: int
+    longest: int
+    other: int
+
+    def chains(self, HV: int, length: int) -> int:
+        """Of segments of `length` chunks."""
+        return HV * (-(-self.longest // length) + (self.N - 1) * -(-self.other // length))
+
+    def total(self, HV: int) -> int:
+        """Chunks of all value heads."""
+        return HV * (self.longest + (self.N - 1) * self.other)
+
+
+class Recurrence(NamedTuple):
+    """Microseconds of a chunk step of a kernel along chains, a head or half a head a block, where one block runs and what is added where
+    all SMs do; and of a chunk and value head by memory alone, which is what counts where the GPU is full."""
+
+    whole: tuple[float, float]
+    halves: tuple[float, float]
     memory: float = 0.0
 
-    def us(self, chunks: int, chains: int, sms: int) -> float:
-        """Of all chains, `chunks` long each."""
+    def us(self, chunks: int, chains: int, total: int, sms: int) -> float:
+        """Of all chains, up to `chunks` long each, `total` chunks in all."""
         shares = splits(chains, sms)
-        rounds = -(-chains * shares // max(sms, 1))
-        step = self.whole if shares == 1 else self.halves
-        return max(rounds * (chunks * step + ROUND_US), chunks * chains * self.memory)
+        one, rest = self.whole if shares == 1 else self.halves
+        return max(_rounds_us(chunks, chains * shares, sms, one, rest), total * self.memory)
+
+
+class Maps(NamedTuple):
+    """The same of a kernel that makes maps, and how many blocks it runs for a segment."""
+
+    blocks: int
+    one: float
+    rest: float
 
 
 class Pass(NamedTuple):
     """What cutting sequences changes in the forward or in the backward."""
 
-    recurrences: tuple[
-        Recurrence, ...
-    ]  # they need nothing of each other and run side by side where there is room
-    maps: tuple[
-        tuple[int, float], ...
-    ]  # kernels that make maps: blocks a segment, and us of a step
+    # they need nothing of each other and run side by side where there is room
+    recurrences: tuple[Recurrence, ...]
+    maps: tuple[Maps, ...]
+    cut_us: float  # what launching all of `maps` and `combine.py` takes beside
 
 
-# Microseconds, rounded from benchmarks/results but for those of maps and of whole heads in the backward, which are guesses from
-# the forward: of a round of blocks beside its chunks; of a segment in `combine.py`; of its launch and that of a kernel of maps.
-ROUND_US = 7.0
-COMBINE_STEP_US = 1.0
-CUT_US = 35.0
-FORWARD = Pass((Recurrence(2.0, 1.26),), ((2, 1.3),))
+# Microseconds, fitted to benchmarks/results (`segments_choice.py`); whole heads of the backward are guesses from the forward.
+ROUND_US = 7.0  # of a round of blocks, beside its chunks
+COMBINE_US = 1.5  # of a segment in `combine.py`
+PIECE_US = 0.13  # of writing and reading the map of a segment and value head, all SMs together
+FORWARD = Pass((Recurrence((1.64, 0.36), (1.15, 0.2)),), (Maps(2, 1.03, 0.25),), 10.0)
 BACKWARD = Pass(
-    (Recurrence(1.3, 0.86, 0.0228), Recurrence(2.0, 1.45, 0.0240)),  # states.py, reverse.py
-    ((2, 1.3), (1, 2.0)),  # segments.py, reverse.py
+    (
+        Recurrence((1.3, 0.2), (0.8, 0.1), 0.0228),  # states.py
+        Recurrence((1.8, 0.3), (1.4, 0.1), 0.0240),  # reverse.py
+    ),
+    (Maps(2, 1.03, 0.25), Maps(1, 1.8, 0.3)),  # segments.py, reverse.py
+    20.0,
 )
-WARM_UP = 4  # chunks that make a segment's start where states decay, as a guess
+WARM_UP = 5  # chunks that make a segment's start where states decay, as a guess
+SLOWER = 1.2  # what cutting may cost, by whole sequences, where nothing decays
 MAX_SEGMENTS = 64  # of a sequence: they are combined one after the other
+COUNTS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, MAX_SEGMENTS)
+
+
+def _rounds_us(chunks: int, blocks: int, sms: int, one: float, rest: float) -> float:
+    """Of `blocks` blocks, `chunks` steps each, a step being `one` for few of them and `rest` more for many."""
+    return -(-blocks // sms) * (chunks * (one + rest * min(1.0, blocks / sms)) + ROUND_US)
+
+
+def _whole_us(at: Lengths, HV: int, sms: int, of: Pass) -> float:
+    return _chains_us(at.longest, at.N * HV, at.total(HV), sms, of)
+
+
+def _chains_us(chunks: int, chains: int, total: int, sms: int, of: Pass) -> float:
+    times = [kernel.us(chunks, chains, total, sms) for kernel in of.recurrences]
+    return max(times) if len(times) * chains * splits(chains, sms) <= sms else sum(times)
+
+
+def _cut_us(at: Lengths, length: int, HV: int, sms: int, of: Pass) -> tuple[float, float]:
+    """If nothing decays; and the mean of that, a few heads without decay (as long as the longest), and all decayed."""
+    count = -(-at.longest // length)
+    chains = at.chains(HV, length)
+    length, pieces = min(length, at.longest), chains - at.N * HV
+    fixed = _chains_us(length, chains, at.total(HV), sms, of) + of.cut_us + count * COMBINE_US
+
+    def maps_us(chunks: int, pieces: int) -> float:
+        return sum(_rounds_us(chunks, m.blocks * pieces, sms, m.one, m.rest) for m in of.maps)
+
+    exact = fixed + maps_us(length, pieces) + pieces * PIECE_US
+    some = fixed + maps_us(length, 1) + pieces * PIECE_US / 2
+    decayed = fixed + maps_us(min(length, WARM_UP), pieces) + pieces * PIECE_US / 2
+    return exact, (exact + some + decayed) / 3
 
 
 @lru_cache(maxsize=1024)
-def segment(
-    tokens: int, N: int, HV: int, sms: int, quarters: int = 4, of: Pass = FORWARD
-) -> tuple[int, int]:
+def segment(lengths: tuple[Lengths, ...], HV: int, sms: int, of: Pass = FORWARD) -> tuple[int, int]:
     """Tokens of a segment and blocks that share a head of it, or (0, 1) where sequences stay whole.
 
-    Cut is only what is expected to be faster even if nothing decays (`segments.py` runs two chains a segment then), and so that the
-    mean of three cases is shortest: that one, a few heads without decay (one round of chains as long as a segment), and all
-    decayed. `quarters` is how often a quarter of the mean length fits into the longest sequence, rounded up.
+    Cut is what is expected to be faster in the mean of `lengths` and of three kinds of decay (`_cut_us`), and hardly slower where nothing
+    decays: `segments.py` runs two chains a segment then.
     """
-    chunks, chains = -(-tokens // (N * CHUNK)), N * HV
-
-    def chains_us(chunks: int, chains: int) -> float:
-        times = [kernel.us(chunks, chains, sms) for kernel in of.recurrences]
-        return max(times) if len(times) * chains * splits(chains, sms) <= sms else sum(times)
-
-    def maps_us(chunks: int, pieces: int) -> float:
-        return sum(-(-blocks * pieces // max(sms, 1)) * chunks * step for blocks, step in of.maps)
-
-    longest = chunks * quarters // 4
-    whole, best, found = chains_us(longest, chains), float("inf"), (0, 1)
-    for wanted in range(2, min(MAX_SEGMENTS, chunks // 2, 2 * sms // chains + 1) + 1):
-        length = -(-chunks // wanted)
-        count = -(-chunks // length)
-        pieces = chains * (count - 1)
-        fixed = chains_us(length, chains * count) + len(of.maps) * (
-            count * COMBINE_STEP_US + CUT_US
-        )
-        exact = fixed + maps_us(length, pieces)
-        some = fixed + maps_us(length, 1)
-        decayed = fixed + maps_us(min(length, WARM_UP), pieces)
-        # the model is not exact
-        if 1.02 * exact < whole and exact + some + decayed < best:
-            best = exact + some + decayed
-            found = length * CHUNK, splits(chains * count, sms)
+    first, sms = lengths[0], max(sms, 1)
+    whole = sum(_whole_us(at, HV, sms, of) for at in lengths)
+    best, found = float("inf"), (0, 1)
+    filling = (blocks // (first.N * HV) for blocks in (sms // 2, sms, sms // 2 + first.N * HV))
+    for count in sorted({*COUNTS, *filling}):
+        if not 1 < count <= min(MAX_SEGMENTS, first.longest // 2):
+            continue
+        length = -(-first.longest // count)
+        chains = first.chains(HV, length)
+        if chains > 2 * sms + first.N * HV:
+            break
+        times = (_cut_us(at, length, HV, sms, of) for at in lengths)
+        exact, mean = map(sum, zip(*times, strict=True))
+        if exact < SLOWER * whole and 1.03 * mean < whole and mean < best:  # the model is not exact
+            best = mean
+            found = length * CHUNK, splits(chains, sms)
     return found
 
 
-def _quarters(call: Call) -> int:
-    """As `segment` takes them; without the lengths two packed sequences count as 3 : 1, the mean of random cuts, and more as alike."""
+def _lengths(call: Call) -> tuple[Lengths, ...]:
+    """As `segment` takes them, rounded up to few different ones: each is planned once."""
+
+    def shape(longest: float) -> Lengths:
+        other = (call.B * call.T - longest) / (call.N - 1) if call.N > 1 else 0.0
+        return Lengths(call.N, _rounded(longest), _rounded(other))
+
     if call.longest:
-        return min(-(-4 * call.N * call.longest // call.T), 4 * call.N)
-    return 6 if call.varlen and call.N == 2 else 4
+        return (shape(call.longest),)
+    tokens = call.B * call.T
+    if call.varlen and call.N == 2:  # where the cut is, nobody knows
+        return tuple(shape(tokens * part) for part in (0.75, 0.5, 0.875))
+    return (shape(tokens / call.N),)
+
+
+def _rounded(tokens: float) -> int:
+    """Chunks, to five binary digits."""
+    chunks = -(-int(tokens) // CHUNK)
+    unit = 1 << max(chunks.bit_length() - 5, 0)
+    return -(-chunks // unit) * unit
 
 
 _plan = lru_cache(maxsize=1024)(Plan)  # SMs x dtypes x lengths of segments x the rest
@@ -210,7 +269,7 @@ def plan(call: Call) -> Plan | Reference | Refusal:
     if reason is not None:
         return Refusal(reason)
     assert call.sm is not None
-    sizes = call.B * call.T, call.N, call.HV, call.sms, _quarters(call)
+    sizes = _lengths(call), call.HV, call.sms
     cut = segment(*sizes)
     cut_backward = segment(*sizes, BACKWARD) if call.needs_grad else (0, 1)
     return _plan(

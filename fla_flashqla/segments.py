@@ -29,7 +29,6 @@ class ReverseSegmentKernels(NamedTuple):
     """What a backward pass needs beside, where it cuts sequences."""
 
     reverse_segments: Any
-    combine_reverse: Any
 
 
 _built: dict[str, SegmentKernels] = {}
@@ -40,7 +39,7 @@ def build(plan: Plan) -> SegmentKernels:
     """Compile the kernels of `plan`, once per process; raises what the compiler raises."""
     kernels = _built.get(plan.dtype)
     if kernels is None:
-        from fla_flashqla.kernels import combine, segments
+        from fla_flashqla.kernels import combine, compile_kernel, segments
 
         sources = (
             (
@@ -50,7 +49,9 @@ def build(plan: Plan) -> SegmentKernels:
             ),
             ("combine", combine.combine_kernel(), combine.PASS_CONFIGS),
         )
-        kernels = _built[plan.dtype] = SegmentKernels(*_compiled(sources))
+        with ThreadPoolExecutor(len(sources)) as pool:
+            made = pool.map(compile_kernel, *zip(*sources, strict=True))
+        kernels = _built[plan.dtype] = SegmentKernels(*made)
     return kernels
 
 
@@ -58,25 +59,12 @@ def build_backward(plan: Plan) -> ReverseSegmentKernels:
     """As `build`, what a backward pass needs beside."""
     kernels = _built_backward.get(plan.dtype)
     if kernels is None:
-        from fla_flashqla.kernels import combine, reverse
+        from fla_flashqla.kernels import compile_kernel, reverse
 
-        sources = (
-            (
-                f"reverse_segments-{plan.dtype}",
-                reverse.reverse_kernel(plan.dtype, local=True),
-                reverse.PASS_CONFIGS,
-            ),
-            ("combine_reverse", combine.combine_kernel(reverse=True), combine.PASS_CONFIGS),
-        )
-        kernels = _built_backward[plan.dtype] = ReverseSegmentKernels(*_compiled(sources))
+        source = reverse.reverse_kernel(plan.dtype, local=True)
+        made = compile_kernel(f"reverse_segments-{plan.dtype}", source, reverse.PASS_CONFIGS)
+        kernels = _built_backward[plan.dtype] = ReverseSegmentKernels(made)
     return kernels
-
-
-def _compiled(sources: tuple[tuple[str, Any, dict[Any, Any]], ...]) -> list[Any]:
-    from fla_flashqla.kernels import compile_kernel
-
-    with ThreadPoolExecutor(len(sources)) as pool:
-        return [*pool.map(compile_kernel, *zip(*sources, strict=True))]
 
 
 def slots(segment: int, tokens: int, N: int) -> int:
@@ -128,7 +116,7 @@ def starts(plan: Plan, chunks: Chunks, v: torch.Tensor, h0: torch.Tensor | None)
         `[slots, HV, 128, 128]`, flat, float32, in the layout of the initial state.
     """
     maps = _maps(plan, chunks, v, plan.segment, FORWARD)
-    return _combined(build(plan).combine, chunks, maps, h0, plan.segment)
+    return _combine(plan, chunks, maps, plan.segment, FORWARD, h0)[0]
 
 
 def boundaries(
@@ -164,29 +152,25 @@ def boundaries(
     segment = plan.backward_segment
     wanted = FORWARD * states + REVERSE * (ds is not None)
     maps = _maps(plan, chunks, v, segment, wanted)
-    made, ends = None, None
-    if states:
-        made = _combined(build(plan).combine, chunks, maps, h0, segment)
     if ds is not None:
         k, r, gates, cu, lengths, strides = chunks
-        kernels = build_backward(plan)
         (count, HV), H = maps.kept.shape, k.shape[1]
-        local = torch.empty_like(maps.phi)
-        unused = gates.view(-1)
-        kernels.reverse_segments(
-            *(q, k, do, r, gates, cu, unused if dht is None else dht, ds, do, local.view(-1)),
+        maps = maps._replace(back_local=torch.empty_like(maps.phi))
+        build_backward(plan).reverse_segments(
+            *(q, k, do, r, gates, cu, gates.view(-1) if dht is None else dht),
+            *(ds, do, maps.back_local.view(-1)),
             *(*lengths, HV, HV // H, int(dht is not None), 1, *strides, 0, segment, count),
             *(threshold(plan, k.dtype), 0),
         )
-        maps = maps._replace(local=local)
-        ends = _combined(kernels.combine_reverse, chunks, maps, dht, segment)
-    return made, ends
+    made, ends = _combine(plan, chunks, maps, segment, wanted, h0, dht)
+    return made if states else None, None if ds is None else ends
 
 
 class _Maps(NamedTuple):
     """See kernels/segments.py."""
 
     local: torch.Tensor
+    back_local: torch.Tensor
     phi: torch.Tensor
     kept: torch.Tensor
 
@@ -202,18 +186,30 @@ def _maps(plan: Plan, chunks: Chunks, v: torch.Tensor, segment: int, wanted: int
         *(k, v, r, gates, cu, local, phi, kept),
         *(threshold(plan, k.dtype), *lengths, HV, HV // H, segment, wanted),
     )
-    return _Maps(local, phi, kept)
+    return _Maps(local, phi, phi, kept)
 
 
-def _combined(
-    kernel: Any, chunks: Chunks, maps: _Maps, first: torch.Tensor | None, segment: int
-) -> torch.Tensor:
-    made = chunks.gates.new_empty(maps.phi.numel())
-    kernel(
-        *(*maps, chunks.cu, chunks.gates.view(-1) if first is None else first, made),
-        *(*chunks.lengths, maps.phi.shape[1], segment, int(first is not None), *chunks.strides),
+def _combine(
+    plan: Plan,
+    chunks: Chunks,
+    maps: _Maps,
+    segment: int,
+    wanted: int,
+    h0: torch.Tensor | None,
+    dht: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """States and their gradients; of what is not wanted, the other one."""
+    unused = chunks.gates.view(-1)
+    made = ends = chunks.gates.new_empty(maps.phi.numel())
+    directions = 1
+    if wanted == FORWARD + REVERSE:
+        ends, directions = torch.empty_like(made), 2
+    build(plan).combine(
+        *(*maps, chunks.cu, unused if h0 is None else h0, unused if dht is None else dht),
+        *(made, ends, *chunks.lengths, maps.phi.shape[1], segment, wanted, directions),
+        *(int(h0 is not None), int(dht is not None), *chunks.strides),
     )
-    return made
+    return made, ends
 
 
 def rehearse(plan: Plan, device: torch.device) -> None:

@@ -189,35 +189,31 @@ def segments(k, v, r, gates, cu, local, phi, kept, threshold, seqlen, cu_step, s
         n = p.n
 
 
-def combine(local, phi, kept, cu, first, states, seqlen, cu_step, sequences, value_heads, segment, use_first, stride_k, stride_v):  # fmt: skip
+def combine(local, back_local, phi, kept, cu, first, back_first, made, back_made, seqlen, cu_step, sequences, value_heads, segment, wanted, directions, use_first, use_back_first, stride_k, stride_v):  # fmt: skip
+    assert directions == (2 if wanted == AHEAD + BACK else 1)
     K = phi.shape[-1]
     rest = value_heads, K, K, (stride_k, stride_v)
+    at = [*pieces(cu, seqlen, cu_step, sequences, segment)]
     S = torch.zeros(value_heads, K, K).double()
     n = -1
-    for p in pieces(cu, seqlen, cu_step, sequences, segment):
+    for p in at if wanted & AHEAD else ():
         for h in range(value_heads):
             if p.n != n:
                 S[h] = state(first, p.n, h, *rest) if use_first else 0.0
-            state(states, p.slot, h, *rest).copy_(S[h])
+            state(made, p.slot, h, *rest).copy_(S[h])
             if not p.last:
                 Phi = phi[p.slot, h].double().T
                 S[h] = (Phi @ S[h] if kept[p.slot, h] & AHEAD else 0.0) + local[p.slot, h].T
         n = p.n
-
-
-def combine_reverse(local, phi, kept, cu, first, states, seqlen, cu_step, sequences, value_heads, segment, use_first, stride_k, stride_v):  # fmt: skip
-    K = phi.shape[-1]
-    rest = value_heads, K, K, (stride_k, stride_v)
-    dS = torch.zeros(value_heads, K, K).double()
-    for p in reversed([*pieces(cu, seqlen, cu_step, sequences, segment)]):
+    for p in reversed(at if wanted & BACK else ()):
         for h in range(value_heads):
             if p.last:
-                dS[h] = state(first, p.n, h, *rest) if use_first else 0.0
-            state(states, p.slot, h, *rest).copy_(dS[h])
+                S[h] = state(back_first, p.n, h, *rest) if use_back_first else 0.0
+            state(back_made, p.slot, h, *rest).copy_(S[h])
             if p.chunks and not p.chunks[0].first:
                 keep = not p.last and kept[p.slot, h] & BACK
                 Phi_T = phi[p.slot, h].double()
-                dS[h] = (Phi_T @ dS[h] if keep else 0.0) + local[p.slot, h].T
+                S[h] = (Phi_T @ S[h] if keep else 0.0) + back_local[p.slot, h].T
 
 
 def tile(c: Chunk, h: int, group: int, gates: Tensor, r: Tensor | None, q: Tensor, k: Tensor, *values: Tensor) -> list[Tensor]:  # fmt: skip
@@ -333,4 +329,4 @@ def gradients(q, k, do, dw, y, state, dstate, gates, g, beta, A_log, dt_bias, cu
 FORWARD = chunk.Kernels(prepare, prepare, forward, forward)
 BACKWARD = chunk.BackwardKernels(states, states, reverse, reverse, gradients)
 SEGMENTS = SegmentKernels(segments, combine)
-REVERSE_SEGMENTS = ReverseSegmentKernels(reverse_segments, combine_reverse)
+REVERSE_SEGMENTS = ReverseSegmentKernels(reverse_segments)

@@ -10,7 +10,7 @@ import kernel_models
 import torch
 
 from fla_flashqla import arch, chunk, chunk_gated_delta_rule
-from fla_flashqla.plan import Plan
+from fla_flashqla.plan import CHUNK, Lengths, Plan
 from fla_flashqla.testing import DIFFERENTIABLE, PARAMETERS, Case, make_inputs, relative_error
 
 SM90 = arch.DeviceFacts("cuda", -1, (9, 0), False, 132)
@@ -23,6 +23,11 @@ EXACT = 3e-6  # gates and states are float32
 def small(**fields: Any) -> dict[str, Any]:
     wide = dict.fromkeys(("dtype", "g_dtype", "beta_dtype", "state_dtype"), "float64")
     return make_inputs(Case(**{"K": 8, "V": 6, "T": 70, **wide, **fields}))
+
+
+def alike_lengths(tokens: int, N: int) -> tuple[Lengths, ...]:
+    chunks = -(-tokens // (N * CHUNK))
+    return (Lengths(N, chunks, chunks),)
 
 
 def any_sign(beta: torch.Tensor) -> torch.Tensor:

@@ -314,7 +314,7 @@ def test_flashqla_plan_of_other_head_sizes(heads, K, V):
 @pytest.mark.parametrize("beta", ["float32", "bfloat16", "float16"])
 def test_flashqla_only_dtypes_select_a_kernel(q, g, beta):
     dtypes = {"q_dtype": q, "k_dtype": q, "v_dtype": q, "g_dtype": g, "beta_dtype": beta}
-    call = Call(**{**BASE, **dtypes})
+    call = Call(**{**BASE, **dtypes, "T": 100})
     want = Plan("sm90", q, g, beta, splits=2, warps=1)
     others = {
         **{"B": 4, "T": 100, "H": 4, "HV": 8, "N": 4, "device_index": 3},

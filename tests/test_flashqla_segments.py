@@ -12,7 +12,7 @@ import kernel_models
 import pytest
 import torch
 from gpu_helpers import LAYER, poisoned_memory
-from model_helpers import EXACT, PLAN, compare, fitting, gradients, small
+from model_helpers import EXACT, PLAN, alike_lengths, compare, fitting, gradients, small
 
 import fla_flashqla
 from fla_flashqla import (
@@ -305,7 +305,7 @@ def test_flashqla_segments_are_rehearsed_on_their_device(monkeypatch: pytest.Mon
 def test_flashqla_segments_where_they_pay() -> None:
     """Few heads and long sequences; nothing to be won where chains fill the GPU or chunks are few."""
     for HV, T in ((8, 32768), (8, 8192), (16, 32768), (1, 2**20), (32, 32768)):
-        tokens, shares = segment(T, 1, HV, 132)
+        tokens, shares = segment(alike_lengths(T, 1), HV, 132)
         assert tokens % 64 == 0 and 0 < tokens < T
         count = -(-T // tokens)
         assert shares == splits(count * HV, 132) and count <= 64
@@ -317,13 +317,13 @@ def test_flashqla_segments_where_they_pay() -> None:
         (8, 1024, 8),
         (8, 0, 1),
     ):
-        assert segment(T, N, HV, 132) == (0, 1)
-    assert segment(2**31 - 193, 1, 1, 132)[0] > 0
-    assert segment(8192, 1, 8, 0) == (0, 1)
+        assert segment(alike_lengths(T, N), HV, 132) == (0, 1)
+    assert segment(alike_lengths(2**31 - 193, 1), 1, 132)[0] > 0
+    assert segment(alike_lengths(8192, 1), 8, 0) == (0, 1)
 
 
 def test_flashqla_segments_where_the_longest_sequence_is_known() -> None:
-    """`cu_seqlens_cpu` says; without it two sequences count as 3 : 1 and more as equally long."""
+    """`cu_seqlens_cpu` says; without it two sequences count as cut anywhere, and more as equally long."""
 
     def cut(HV: int, lens: tuple[int, ...], known: Any) -> bool:
         T, one = sum(lens), torch.zeros(1, dtype=torch.bfloat16)
@@ -340,9 +340,9 @@ def test_flashqla_segments_where_the_longest_sequence_is_known() -> None:
 
     alike, unlike = (8192,) * 4, (28672, 0, 3072, 1024)
     for unread in (None, torch.tensor([0, sum(unlike)])):  # the latter belongs to other sequences
-        assert not cut(8, alike, unread) and not cut(8, unlike, unread)
-    assert not cut(8, alike, True) and cut(8, unlike, True)
-    assert cut(24, (16384, 16384), None) and not cut(24, (16384, 16384), True)
+        assert not cut(16, alike, unread) and not cut(16, unlike, unread)
+    assert not cut(16, alike, True) and cut(16, unlike, True)
+    assert cut(24, (16384, 16384), None) and not cut(40, (16384, 16384), True)
     assert cut(24, (4096, 28672), True)
 
 

@@ -10,7 +10,17 @@ import kernel_models
 import pytest
 import torch
 from gpu_helpers import poisoned_memory
-from model_helpers import EVERY, EXACT, PLAN, any_sign, compare, fitting, gradients, small
+from model_helpers import (
+    EVERY,
+    EXACT,
+    PLAN,
+    alike_lengths,
+    any_sign,
+    compare,
+    fitting,
+    gradients,
+    small,
+)
 
 from fla_flashqla import api, chunk, segments
 from fla_flashqla.call import describe
@@ -26,8 +36,9 @@ from fla_flashqla.testing import (
 LENS = (0, 1, 0, 64, 65, 128, 129, 200, 0)
 LAYER = {"raw_g": "bias", "raw_beta": 2, "l2norm": True, "state_v_first": True}  # of FLA
 FORWARD = ["prepare", "forward"]
-STATES, ENDS = ["segments", "combine"], ["reverse_segments", "combine_reverse"]
-CUT = [*STATES, *ENDS, "states", "reverse", "gradients"]
+STATES = ["segments", "combine"]
+BOTH = ["segments", "reverse_segments", "combine"]
+CUT = [*BOTH, "states", "reverse", "gradients"]
 WHOLE = ["states", "reverse", "gradients"]
 REHEARSE = segments.rehearse_backward
 
@@ -123,8 +134,8 @@ def test_flashqla_segments_backward_of_empty_sequences(cut: Any) -> None:
     ("names", "kernels"),
     [
         (("q",), [*STATES, "states", "gradients"]),
-        (("v",), ["segments", *ENDS, "reverse"]),
-        (("v", "initial_state"), ["segments", *ENDS, "reverse"]),
+        (("v",), [*BOTH, "reverse"]),
+        (("v", "initial_state"), [*BOTH, "reverse"]),
         (("k",), CUT),
         (("g", "beta"), CUT),
     ],
@@ -239,7 +250,7 @@ def test_flashqla_segments_backward_of_their_own(shares: int, forward: int, cut:
     check(square(T=300, gates="mild"))
     ahead = ["prepare", *STATES * bool(forward), "forward_halves"]
     suffix = "_halves" if shares == 2 else ""
-    assert launched == [*ahead, *STATES, *ENDS, "states" + suffix, "reverse" + suffix, "gradients"]
+    assert launched == [*ahead, *BOTH, "states" + suffix, "reverse" + suffix, "gradients"]
 
 
 # The switch, and what happens if segments cannot run
@@ -293,7 +304,7 @@ def test_flashqla_segments_backward_where_they_pay() -> None:
     Nor, for 16 heads, where both recurrences run side by side anyway.
     """
     for HV, T in ((8, 32768), (8, 8192), (4, 8192), (1, 2**20)):
-        tokens, shares = segment(T, 1, HV, 132, of=BACKWARD)
+        tokens, shares = segment(alike_lengths(T, 1), HV, 132, BACKWARD)
         assert tokens % 64 == 0 and 0 < tokens < T
         count = -(-T // tokens)
         assert shares == splits(count * HV, 132) and count <= 64
@@ -305,9 +316,9 @@ def test_flashqla_segments_backward_where_they_pay() -> None:
         (1, 1, 1),
         (8, 1024, 8),
     ):
-        assert segment(T, N, HV, 132, of=BACKWARD) == (0, 1)
-    assert segment(2**31 - 193, 1, 1, 132, of=BACKWARD)[0] > 0
-    assert segment(8192, 1, 8, 0, of=BACKWARD) == (0, 1)
+        assert segment(alike_lengths(T, N), HV, 132, BACKWARD) == (0, 1)
+    assert segment(alike_lengths(2**31 - 193, 1), 1, 132, BACKWARD)[0] > 0
+    assert segment(alike_lengths(8192, 1), 8, 0, BACKWARD) == (0, 1)
 
 
 def test_flashqla_segments_backward_only_where_one_follows() -> None:
@@ -338,7 +349,6 @@ def test_flashqla_segments_backward_launches_fit_the_kernels(
     )
     ends = segments.ReverseSegmentKernels(
         fitting("reverse_segments", reverse.reverse_kernel(dtype, local=True), seen),
-        fitting("combine_reverse", combine.combine_kernel(reverse=True), seen),
     )
     models = kernel_models.BACKWARD._replace(
         states=fitting("states", states.states_kernel(dtype, 2), seen),
@@ -363,5 +373,5 @@ def test_flashqla_segments_backward_launches_fit_the_kernels(
             check(x, GRADIENT_BOUNDS[dtype], names=names)
     suffix = "_halves" if shares == 2 else ""
     chains = ["states" + suffix, "reverse" + suffix]
-    once = [*STATES, *ENDS, *chains, *STATES, chains[0], "segments", *ENDS, chains[1]]
-    assert seen == [*STATES, *ENDS, *once * 2]
+    once = [*BOTH, *chains, *STATES, chains[0], *BOTH, chains[1]]
+    assert seen == [*BOTH, *once * 2]

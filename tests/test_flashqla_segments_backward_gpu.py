@@ -56,9 +56,8 @@ def cut(monkeypatch):
 
 OUTPUTS = {
     "segments": (5, 6, 7),
-    "combine": (5,),
+    "combine": (7, 8),
     "reverse_segments": (9,),
-    "combine_reverse": (5,),
     "states": (6, 7),
     "reverse": (7, 8, 9),
     "gradients": (),

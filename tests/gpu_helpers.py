@@ -4,11 +4,13 @@
 import contextlib
 import functools
 import os
+from dataclasses import replace
 from unittest import mock
 
 import torch
 
 import fla_flashqla
+from fla_flashqla.plan import Plan, plan
 from fla_flashqla.testing import BOUNDS, make_output_gradients, oracle, relative_error
 
 # Empty sequences first, last, beside each other; tails of every kind.
@@ -45,6 +47,16 @@ def poisoned_memory():
         for owner, name in places:
             stack.enter_context(mock.patch.object(owner, name, poison(getattr(owner, name))))
         yield
+
+
+def planner(**fields):
+    """What plans calls as `plan` does, but for these fields."""
+
+    def planned(call):
+        made = plan(call)
+        return replace(made, **fields) if isinstance(made, Plan) else made
+
+    return planned
 
 
 def answered():

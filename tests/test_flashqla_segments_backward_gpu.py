@@ -1,17 +1,15 @@
 # SPDX-License-Identifier: MIT
 """Gradients of sequences in segments on their own hardware, through FLA's operator, against float64."""
 
-from dataclasses import replace
-
 import pytest
 import test_flashqla_activations_gpu as activations
 import torch
-from gpu_helpers import DEVICE, ROWS
-from test_flashqla_backward import assert_same, beside_its_model, check, compare, run
+from gpu_helpers import DEVICE, ROWS, planner
+from test_flashqla_backward import assert_same, beside_its_model, check, compare, run, trained
 
-from fla_flashqla import api, chunk, segments
+from fla_flashqla import api, chunk, reference, segments
 from fla_flashqla.call import describe
-from fla_flashqla.plan import Plan, plan
+from fla_flashqla.plan import plan
 from fla_flashqla.testing import (
     DIFFERENTIABLE,
     GRADIENT_BOUNDS,
@@ -40,16 +38,9 @@ def cut(monkeypatch):
     """Every backward is cut into segments of that many tokens (None: as planned), in that mode; the forward is not."""
 
     def cut(tokens, mode="auto", shares=1, forward=0):
-        def planned(call):
-            made = plan(call)
-            if tokens is None or not isinstance(made, Plan):
-                return made
-            return replace(
-                made, segment=forward, backward_segment=tokens, backward_splits=shares, exact=False
-            )
-
+        fields = {"segment": forward, "backward_segment": tokens, "backward_splits": shares}
         monkeypatch.setenv("FLA_FLASH_QLA_CP", mode)
-        monkeypatch.setattr(api, "plan", planned)
+        monkeypatch.setattr(api, "plan", planner(**({} if tokens is None else fields)))
 
     return cut
 
@@ -144,10 +135,12 @@ def test_flashqla_segments_backward_gpu_subsets(dtype, wanted, cut):
 def test_flashqla_segments_backward_gpu_as_planned(dtype, gates, cut):
     """Long sequences as the planner cuts them."""
     cut(None)
-    for fields in ({"T": 8192}, {"lens": (1000, 0, 7000), "tail": 100}):
+    for fields in ({"T": 32768}, {"lens": (1000, 0, 31000), "tail": 100}):
         x = inputs(H=1, HV=2, dtype=dtype, gates=gates, **fields)
-        assert plan(describe(**{**x, "v": x["v"].requires_grad_()})).backward_segment
-        check({**x, "v": x["v"].detach()})
+        if "cu_seqlens" in x:
+            x["cu_seqlens_cpu"] = x["cu_seqlens"].cpu()  # otherwise the mean length counts
+        assert plan(describe(**trained(x))).backward_segment
+        check(x, form=reference.chunk_gated_delta_rule)
 
 
 def test_flashqla_segments_backward_gpu_near_whole_sequences(cut):

@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: MIT
 """Sequences in segments on their own hardware, through FLA's operator, against float64."""
 
-from dataclasses import replace
-
 import pytest
 import torch
-from gpu_helpers import DEVICE, LAYER, ROWS, assert_same, check, run_ours
+from gpu_helpers import DEVICE, LAYER, ROWS, assert_same, check, planner, run_ours
 
 from fla_flashqla import api
-from fla_flashqla.plan import Plan, plan
+from fla_flashqla.call import describe
+from fla_flashqla.plan import plan
 from fla_flashqla.testing import (
     BOUNDS,
     DIFFERENTIABLE,
@@ -37,15 +36,9 @@ def cut(monkeypatch):
     """Every call is cut into segments of that many tokens (None: as planned), in that mode."""
 
     def cut(tokens, mode="auto", shares=1):
-        def planned(call):
-            made = plan(call)
-            if tokens is None or not isinstance(made, Plan):
-                return made
-            made = replace(made, segment=tokens, segment_splits=shares, exact=False)
-            return made.without("backward_segments")
-
+        fields = {"segment": tokens, "segment_splits": shares, "backward_segment": 0}
         monkeypatch.setenv("FLA_FLASH_QLA_CP", mode)
-        monkeypatch.setattr(api, "plan", planned)
+        monkeypatch.setattr(api, "plan", planner(**({} if tokens is None else fields)))
 
     return cut
 
@@ -90,8 +83,11 @@ def test_flashqla_segments_gpu_states(dtype, state, v_first, final, cut):
 def test_flashqla_segments_gpu_as_planned(dtype, gates, cut):
     """Long sequences as the planner cuts them, and one as long for each SM to be used."""
     cut(None)
-    for fields in ({"T": 8192}, {"lens": (1000, 0, 7000), "tail": 100}):
+    for fields in ({"T": 16384}, {"lens": (1000, 0, 15000), "tail": 100}):
         x = inputs(H=1, HV=2, dtype=dtype, gates=gates, **fields)
+        if "cu_seqlens" in x:
+            x["cu_seqlens_cpu"] = x["cu_seqlens"].cpu()  # otherwise the mean length counts
+        assert plan(describe(**x)).segment
         check(x, fla=False)
 
 

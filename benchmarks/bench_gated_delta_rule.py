@@ -7,6 +7,8 @@
 How they are called and timed is in `fla_flashqla/bench.py`. Set `published` is the table of
 flash_qla's benchmark; a run for each head configuration (`--heads` takes the set's lengths for them)
 keeps all providers of a row in one process. Set `targets` is a selection of it, `heads` of other heads.
+Set `layer` has gates `layer`: the call of FLA's layer with all its flags, where `precomputed` is ours
+without them, behind FLA's kernels for gates, betas and norms, timed with their gradients.
 
 Inputs are those of `fla_flashqla.testing`: l2-normalised q and k, float32 gates, beta and initial
 state. Gates `published` are log-sigmoid / 16 on three quarters of the heads and no decay on the
@@ -46,6 +48,7 @@ _PIECES = tuple(
 _LATENCY = ("1x32768", "4096+28672", "8192x4", "4096x8", "1x8192", "1024x8", "1x2048")
 _RANDOM = ("1x8192", "1x32768", "rand4_8192", "rand8_32768")
 _TP = ("2:8", "4:16", "8:32", "16:64")
+LAYER_PROVIDERS = ("ours", cases.PRECOMPUTED, "fla")  # the others do not take its flags
 # By pass; one that a set does not name takes the heads and lengths of the set's last one.
 SETS: dict[str, dict[str, Rows]] = {
     "published": {
@@ -54,6 +57,9 @@ SETS: dict[str, dict[str, Rows]] = {
     },
     "targets": {"fwd": (_TP, _LATENCY), "bwd": (_TP, _RANDOM)},
     "heads": {"fwd": (("16:16", "32:32", "16:48", "8:24"), ("8192x4", "1024x8", "4096+28672"))},
+    cases.LAYER: dict.fromkeys(
+        ("fwd", "bwd"), (("2:8", "8:32", "16:16", "16:64"), ("1x8192", "8192x4", "4096+28672"))
+    ),
 }
 
 
@@ -91,11 +97,11 @@ def parser_of(
     add("--seqs", type=words(cases.parse_seqs), help="lengths,... instead of the set's")
     add(
         "--providers",
-        type=words(cases.one_of(cases.PROVIDERS)),
+        type=words(cases.one_of(cases.NAMES)),
         default=providers,
-        help=f"of {','.join(cases.PROVIDERS)} (default: {','.join(providers)})",
+        help=f"of {','.join(cases.NAMES)} (default: {','.join(providers)})",
     )
-    add("--gates", choices=cases.GATES, default="published")
+    add("--gates", choices=cases.GATES, help="default: published, or layer in the set layer")
     add("--dtype", choices=cases.DTYPES, default="bfloat16")
     add("--json", action="store_true", help="print the records to standard output")
     add("--out", type=Path, help="append the records to this file")
@@ -122,13 +128,18 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--errors", action="store_true", help="errors against float64, on two q/k heads"
     )
-    return checked(parser, argv)
+    parser.set_defaults(providers=None)
+    args = checked(parser, argv)
+    known = LAYER_PROVIDERS if args.gates == cases.LAYER else cases.PROVIDERS
+    args.providers = args.providers or list(known)
+    return args
 
 
 def checked(parser: argparse.ArgumentParser, argv: list[str]) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.resume and not args.out:
         parser.error("--resume needs --out")
+    args.gates = args.gates or (cases.LAYER if args.set == cases.LAYER else "published")
     return args
 
 

@@ -16,6 +16,7 @@ from fla_flashqla.cases import NAMES
 
 COLUMNS = 3
 COLORS = {"ours": "#1b7837", "fla": "#bdbdbd", "flash_qla": "#7fb3d5", "flashinfer": "#e59866"}
+COLORS["precomputed"] = "#a6dba0"
 
 
 def draw(table: Table, kind: str, path: Path) -> None:

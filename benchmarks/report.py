@@ -103,7 +103,7 @@ class Table(NamedTuple):
 
     @property
     def providers(self) -> list[str]:
-        return [p for p in PROVIDERS if p == "ours" or any(p in r.row for r in self.results)]
+        return [p for p in NAMES if p == "ours" or any(p in r.row for r in self.results)]
 
     @property
     def digest(self) -> str:

@@ -9,6 +9,7 @@ our kernels ran. For `fla-flashqla bench` and the scripts in benchmarks/ alone.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import statistics
 import sys
@@ -22,6 +23,8 @@ from torch import Tensor
 
 from fla_flashqla import testing
 from fla_flashqla.cases import (
+    LAYER,
+    PRECOMPUTED,
     PROVIDERS,
     Case,
     Record,
@@ -52,12 +55,13 @@ class Provider(NamedTuple):
     prepare: Callable[[Inputs], Inputs] = _same
     restore: Callable[..., Outputs] = lambda o, ht: (o, ht)
     answered: Callable[[], int] | None = None  # counts the calls that it surely answered
+    flags: bool = False  # whether it takes those of FLA's layer
 
 
 def _fla() -> Provider:
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
-    return Provider(chunk_gated_delta_rule, {"FLA_FLASH_QLA": "0"})
+    return Provider(chunk_gated_delta_rule, {"FLA_FLASH_QLA": "0"}, flags=True)
 
 
 def _ours() -> Provider:
@@ -67,6 +71,35 @@ def _ours() -> Provider:
     variables = {"FLA_FLASH_QLA": "1", "FLA_FLASH_QLA_STRICT": "1"}
     answered = lambda: sum(fla_flashqla.dispatch_report()["ran"].values())  # noqa: E731
     return _fla()._replace(variables=variables, answered=answered)
+
+
+def _precomputed() -> Provider:
+    from fla.modules.l2norm import l2norm
+    from fla.ops.common.gate import fused_beta_sigmoid
+    from fla.ops.gated_delta_rule.gate import fused_gdn_gate
+
+    ours = _ours()
+
+    def operator(
+        q: Tensor,
+        k: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        A_log: Tensor,
+        dt_bias: Tensor,
+        use_qk_l2norm_in_kernel: bool,
+        use_gate_in_kernel: bool,
+        use_beta_sigmoid_in_kernel: bool,
+        allow_neg_eigval: bool,
+        **rest: Any,
+    ) -> Outputs:
+        """The call of FLA's layer with its flags off: FLA's kernels make what they stand for."""
+        assert use_qk_l2norm_in_kernel and use_gate_in_kernel and use_beta_sigmoid_in_kernel
+        beta = fused_beta_sigmoid(beta, 2.0 if allow_neg_eigval else 1.0)
+        g = fused_gdn_gate(g, A_log, dt_bias)
+        return ours.operator(q=l2norm(q), k=l2norm(k), g=g, beta=beta, **rest)
+
+    return ours._replace(operator=operator)
 
 
 def _flash_qla() -> Provider:
@@ -90,7 +123,13 @@ def _flashinfer() -> Provider:
     )
 
 
-LOADERS = {"ours": _ours, "fla": _fla, "flash_qla": _flash_qla, "flashinfer": _flashinfer}
+LOADERS = {
+    "ours": _ours,
+    "fla": _fla,
+    "flash_qla": _flash_qla,
+    "flashinfer": _flashinfer,
+    PRECOMPUTED: _precomputed,
+}
 
 
 def load(names: list[str]) -> tuple[dict[str, Provider], dict[str, str]]:
@@ -197,16 +236,40 @@ def kernel_times(events: Iterable[Any], n: int) -> dict[str, float]:
 TIMERS = {"graph": time_graph, "eager": time_eager, "kernels": time_kernels}
 
 
-def measure(provider: Provider, case: Case, device: str, errors: bool) -> Record:
-    """`ms` (seconds for `warm`) of one provider, and `rel_l2` of its outputs if asked for."""
-    begin = time.perf_counter()
+def make_inputs(case: Case, device: str) -> Inputs:
+    """Keyword arguments of FLA's operator for `case`."""
     H, HV = parse_heads(case.heads)
     lens = tuple(parse_seqs(case.seqs))
     shape = testing.Case(H, HV, lens=lens, dtype=case.dtype, gates=case.gates, scale=D**-0.5)
-    made = testing.make_inputs(shape, device)
-    inputs = {name: made[name] for name in ARGUMENTS}
+    if case.gates != LAYER:
+        made = testing.make_inputs(shape, device)
+        return {name: made[name] for name in ARGUMENTS}
+    layer = dataclasses.replace(
+        shape,
+        gates="strong",
+        raw_g="bias",
+        raw_beta=1,
+        g_dtype=case.dtype,
+        beta_dtype=case.dtype,
+        l2norm=True,
+        state_v_first=True,
+    )
+    return testing.make_inputs(layer, device)
+
+
+def differentiated(inputs: Inputs) -> list[str]:
+    return [name for name in (*DIFFERENTIATED, *testing.PARAMETERS) if name in inputs]
+
+
+def measure(provider: Provider, case: Case, device: str, errors: bool) -> Record:
+    """`ms` (seconds for `warm`) of one provider, and `rel_l2` of its outputs if asked for."""
+    begin = time.perf_counter()
+    if case.gates == LAYER and not provider.flags:
+        raise RuntimeError("it does not take the flags of FLA's layer")
+    inputs = make_inputs(case, device)
     grads = torch.randn_like(inputs["v"]), torch.randn_like(inputs["initial_state"]) / 8
-    leaves = [inputs[name].requires_grad_(case.step != "fwd") for name in DIFFERENTIATED]
+    names = differentiated(inputs)
+    leaves = [inputs[name].requires_grad_(case.step != "fwd") for name in names]
     arguments = provider.prepare(inputs)
 
     def forward() -> Outputs:
@@ -234,7 +297,7 @@ def measure(provider: Provider, case: Case, device: str, errors: bool) -> Record
             found["rel_l2"] = relative_errors(inputs, results)
         elif errors:
             gradients = torch.autograd.grad(outputs, leaves, grads)
-            results = dict(zip(DIFFERENTIATED, gradients, strict=True))
+            results = dict(zip(names, gradients, strict=True))
             found["rel_l2"] = relative_errors(inputs, results, grads)
         del outputs
         if case.mode == "warm":
@@ -263,9 +326,11 @@ def relative_errors(
     def part(name: str, x: Tensor) -> Tensor:
         if name in ("q", "k"):
             return x[:, :, [0, H - 1] if H > 1 else [0]]
+        if name in testing.PARAMETERS:
+            return x[groups]
         return x[:, groups] if name in ("initial_state", "final_state") else x[:, :, groups]
 
-    exact = inputs | {name: part(name, inputs[name]).detach() for name in DIFFERENTIATED}
+    exact = inputs | {n: part(n, inputs[n]).detach() for n in differentiated(inputs)}
     want: dict[str, Any]
     if grads is None:
         want = dict(zip(("o", "final_state"), testing.oracle(exact), strict=True))

@@ -14,10 +14,14 @@ from typing import Any, NamedTuple
 
 Record = dict[str, Any]
 
+PRECOMPUTED = "precomputed"  # ours, behind FLA's kernels for gates, betas and norms
 NAMES = {"ours": "ours", "fla": "FLA", "flash_qla": "flash_qla", "flashinfer": "FlashInfer"}
 PROVIDERS = tuple(NAMES)
+NAMES[PRECOMPUTED] = "ours, precomputed"
+OTHERS = tuple(NAMES)[1:]
 STEPS = {"fwd": "forward", "bwd": "backward", "step": "forward and backward"}
-GATES = ("published", "strong", "mild", "zero")
+LAYER = "layer"  # the call of FLA's layer: gates, betas and norms are made by the operator
+GATES = ("published", "strong", "mild", "zero", LAYER)
 DTYPES = ("bfloat16", "float16")
 VERSIONS = (
     "torch",
@@ -116,7 +120,7 @@ def milliseconds(row: Record, provider: str) -> float | None:
     return found[0] if isinstance(found, list) else found
 
 
-def ratio(row: Record, others: Iterable[str] = PROVIDERS[1:]) -> float | None:
+def ratio(row: Record, others: Iterable[str] = OTHERS) -> float | None:
     """Time of the fastest of `others` by ours: above 1 ours is faster."""
     times = [ms for provider in others if (ms := milliseconds(row, provider))]
     ours = milliseconds(row, "ours")

@@ -28,7 +28,8 @@ import records  # noqa: E402
 
 ENVIRONMENT = {"environment": True, "gpu": "NVIDIA H200", "time": "2026-01-01T00:00:00Z"}
 CASE = cases.Case("1:2", "5+3", "fwd", "published")
-REFERENCE = bench.Provider(reference.chunk_gated_delta_rule)
+LAYER = cases.Case("3:6", "5+70", "fwd", "layer")
+REFERENCE = bench.Provider(reference.chunk_gated_delta_rule, flags=True)
 
 
 def fails(**_: Any) -> Any:
@@ -122,6 +123,21 @@ def test_flashqla_bench_other_sets() -> None:
     steps = plan("--set", "targets", "--pass", "step")
     assert {case.seqs for case in steps} == set(script._RANDOM)
     assert counts(plan("--set", "heads")) == [12, 0, 0]
+
+
+def test_flashqla_bench_layer_set() -> None:
+    """Its gates and providers are its own, unless others are asked for."""
+    assert counts(plan("--set", "layer")) == [12, 12, 0]
+    for argv, gates, peers in (
+        (["--set", "layer"], "layer", ["precomputed", "fla"]),
+        (["--gates", "layer"], "layer", ["precomputed", "fla"]),
+        (["--set", "layer", "--gates", "zero"], "zero", ["fla", "flash_qla", "flashinfer"]),
+        (["--set", "layer", "--providers", "ours"], "layer", []),
+        ([], "published", ["fla", "flash_qla", "flashinfer"]),
+    ):
+        args = script.arguments(argv)
+        assert {case.gates for case in script.plan(args)} == {gates}
+        assert args.providers == ["ours", *peers]
 
 
 def test_flashqla_bench_explicit_cases() -> None:
@@ -249,6 +265,83 @@ def test_flashqla_bench_gradient_errors(heads: str) -> None:
     assert all(0 < error < 8e-3 for error in halved.values())
 
 
+# Gates, betas and norms made by the operator, or by FLA's kernels in front of it
+
+
+def test_flashqla_bench_layer_inputs() -> None:
+    """What FLA's layer passes, raw values in q's dtype."""
+    inputs = bench.make_inputs(LAYER._replace(dtype="float16"), "cpu")
+    assert all(inputs[name].dtype == torch.float16 for name in ("q", "k", "v", "g", "beta"))
+    assert inputs["A_log"].shape == inputs["dt_bias"].shape == (6,)
+    flags = ("use_gate", "use_beta_sigmoid", "use_qk_l2norm")
+    assert all(inputs[f"{flag}_in_kernel"] for flag in flags) and inputs["state_v_first"]
+    assert bench.differentiated(inputs) == [*bench.DIFFERENTIATED, "A_log", "dt_bias"]
+    assert bench.make_inputs(CASE, "cpu").keys() == set(bench.ARGUMENTS)
+
+
+def test_flashqla_bench_layer_needs_the_flags() -> None:
+    (row,) = measure({"flash_qla": REFERENCE._replace(flags=False)}, LAYER)
+    assert row["error"] == {"flash_qla": "RuntimeError: it does not take the flags of FLA's layer"}
+
+
+@pytest.fixture
+def precomputed(monkeypatch: pytest.MonkeyPatch) -> tuple[bench.Provider, list[Any]]:
+    """The provider, with PyTorch for FLA's kernels and for ours, and the calls of the operator."""
+    import fla.modules.l2norm
+    import fla.ops.common.gate
+    import fla.ops.gated_delta_rule.gate
+
+    def gate(g: torch.Tensor, A_log: torch.Tensor, dt_bias: torch.Tensor) -> torch.Tensor:
+        return -A_log.exp() * torch.nn.functional.softplus(g.float() + dt_bias)
+
+    def sigmoid(x: torch.Tensor, scale: float) -> torch.Tensor:
+        return scale * x.float().sigmoid()
+
+    calls: list[Any] = []
+
+    def operator(**inputs: Any) -> Any:
+        calls.append(inputs)
+        return reference.chunk_gated_delta_rule(**inputs)
+
+    normalize = torch.nn.functional.normalize
+    monkeypatch.setattr(fla.modules.l2norm, "l2norm", lambda x: normalize(x.float(), dim=-1).to(x))
+    monkeypatch.setattr(fla.ops.common.gate, "fused_beta_sigmoid", sigmoid)
+    monkeypatch.setattr(fla.ops.gated_delta_rule.gate, "fused_gdn_gate", gate)
+    ours = bench.Provider(operator, {"A": "1"}, answered=lambda: len(calls), flags=True)
+    monkeypatch.setattr(bench, "_ours", lambda: ours)
+    found, skipped = bench.load(["precomputed"])
+    assert not skipped
+    return found["precomputed"], calls
+
+
+@pytest.mark.fla
+@pytest.mark.parametrize("step", ["fwd", "bwd"])
+def test_flashqla_bench_precomputed(precomputed: Any, step: str) -> None:
+    """The same function and gradients as with the flags, by a call without them."""
+    provider, calls = precomputed
+    case = LAYER._replace(step=step)
+    (row,) = measure({"ours": REFERENCE, "precomputed": provider}, case, errors=True)
+    assert row["ours"] == row["precomputed"] == 1.5
+    results = {"o", "final_state"} if step == "fwd" else {*bench.DIFFERENTIATED, "A_log", "dt_bias"}
+    for errors in row["rel_l2"].values():
+        assert errors.keys() == results and all(0 < error < 8e-3 for error in errors.values())
+    for call in calls:
+        assert not any(name.startswith(("use_", "allow_", "A_", "dt_")) for name in call)
+        assert call["state_v_first"] and call["g"].dtype == call["beta"].dtype == torch.float32
+        assert (call["g"] <= 0).all() and (call["beta"] > 0).all()
+    assert provider.variables == {"A": "1"} and provider.answered() == len(calls) > 0
+
+
+@pytest.mark.fla
+def test_flashqla_bench_precomputed_doubles_beta(precomputed: Any) -> None:
+    provider, calls = precomputed
+    inputs = bench.make_inputs(LAYER, "cpu")
+    o, _ = provider.operator(**inputs | {"allow_neg_eigval": True})
+    exact, _ = reference.chunk_gated_delta_rule(**inputs | {"allow_neg_eigval": True})
+    assert calls[0]["beta"].max() > 1
+    assert bench.testing.relative_error(o, exact) < 8e-3
+
+
 # Files
 
 
@@ -290,7 +383,7 @@ def start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Start:
     """Run the command on an invented GPU; return its exit code and the file's records."""
     environment = dict(ENVIRONMENT)
     monkeypatch.setattr(bench, "works", lambda device: True)
-    for name in cases.PROVIDERS:
+    for name in cases.NAMES:
         monkeypatch.setitem(bench.LOADERS, name, lambda: REFERENCE)
     monkeypatch.setattr(records, "environment", lambda argv, _: environment | {"argv": argv})
     monkeypatch.setenv("TRITON_CACHE_AUTOTUNING", "1")

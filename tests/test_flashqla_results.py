@@ -117,6 +117,17 @@ def test_flashqla_report_tables_by_pass_gates_and_dtype(tree: Path) -> None:
     assert cells(tree) == [["64", "1.000", "–", "1"]] * 4
 
 
+def test_flashqla_report_precomputed(tree: Path) -> None:
+    """Ours without its flags has a column of its own, and what it gains is a loss."""
+    row = {"seqs": "64", "gates": "layer", "ours": 1.0, "fla": 4.0, "precomputed": 0.5}
+    put(tree, "a", row)
+    report.main([], tree)
+    text = (tree / "README.md").read_text()
+    assert "| H:HV | lengths | ours | FLA | ours, precomputed | best other / ours | run |" in text
+    assert cells(tree) == [["64", "1.000", "4.000", "0.500", "0.50", "1"]]
+    assert "ours is slower in 1. Not measured: flash_qla, FlashInfer.\n" in text
+
+
 def test_flashqla_report_wrong_folder(tree: Path) -> None:
     put(tree, "a", {"seqs": "64", "ours": 1.0}, gpu="NVIDIA GB200")
     with pytest.raises(ValueError, match="belong into a folder gb200"):

@@ -444,7 +444,7 @@ def states(
     h0 = gates if initial_state is None else initial_state.float().contiguous()
     s, y = v.new_empty(at.slots, HV, V, K), torch.empty_like(v)
     kernels = build_backward(plan)
-    blocks = plan.backward_splits if segment else plan.splits
+    blocks = plan.backward_splits if segment else 1 if plan.states_whole else plan.splits
     (kernels.states if blocks == 1 else kernels.states_halves)(
         *(k, v, r, gates, at.cu_or(gates.view(-1)), h0.view(-1), s, y),
         *(at.seqlen, at.cu_step, at.N, HV, HV // H, int(initial_state is not None)),

@@ -31,6 +31,9 @@ class Plan:
     warps: int = 4  # a block of the preparation
     longest_first: bool = False  # whether sequences start in the order of their lengths
     gradients: bool = False  # whether a backward follows
+    states_whole: bool = (
+        False  # whether its `states.py` takes whole heads though there are `splits`
+    )
     segment: int = 0  # tokens of the segments into which the forward cuts sequences; 0: none
     segment_splits: int = 1  # as `splits`, for those
     backward_segment: int = 0  # the same for the backward
@@ -90,6 +93,15 @@ def splits(chains: int, sms: int) -> int:
     all of them run at once (benchmarks/results, 2:8 and 16:16 against 8:32 with 8192x4).
     """
     return 2 if 2 * chains <= sms else 1
+
+
+def states_whole(chains: int, sms: int) -> bool:
+    """Whether `states.py` takes whole heads beside `reverse.py`, which takes halves.
+
+    Halves of both read k, R and the gates twice as often as L2 gives them for many chains (benchmarks/results, 8:32 against 4:16);
+    of the two, `states.py` has the shorter step.
+    """
+    return chains > 24 and 3 * chains <= sms
 
 
 def warps(group: int) -> int:
@@ -278,6 +290,7 @@ def plan(call: Call) -> Plan | Reference | Refusal:
         warps(call.HV // call.H),
         longest_first(call.varlen, call.N, call.HV, call.sms),
         call.needs_grad,
+        call.needs_grad and states_whole(call.N * call.HV, call.sms),
         *cut,
         *cut_backward,
     )

@@ -123,13 +123,17 @@ def test_flashqla_gradients_of_negative_betas_alone(exact: None) -> None:
 def test_flashqla_gradients_by_plan(
     splits: int, warps: int, monkeypatch: pytest.MonkeyPatch, exact: None, launched: list[str]
 ) -> None:
-    planned = Plan(*PLAN.compiled, splits=splits, warps=warps, gradients=True)
-    monkeypatch.setattr(api, "plan", lambda call: planned)
-    x = small()
-    gradients(x, *make_output_gradients(x))
     end, prepare = "_halves" if splits == 2 else "", "prepare_single" if warps == 1 else "prepare"
-    chains = [f"{name}{end}" for name in ("forward", "states", "reverse")]
-    assert launched == [prepare, *chains, "gradients"]
+    for whole in (False, True):
+        planned = Plan(
+            *PLAN.compiled, splits=splits, warps=warps, gradients=True, states_whole=whole
+        )
+        monkeypatch.setattr(api, "plan", lambda call, planned=planned: planned)
+        x = small()
+        gradients(x, *make_output_gradients(x))
+        states = "states" if whole else f"states{end}"
+        assert launched == [prepare, f"forward{end}", states, f"reverse{end}", "gradients"]
+        launched.clear()
 
 
 DTYPES = [("bfloat16", "float16", "bfloat16"), ("float16", "float32", "float16")]

@@ -10,7 +10,16 @@ from torch.autograd import forward_ad
 
 from fla_flashqla import arch
 from fla_flashqla.call import Call, describe
-from fla_flashqla.plan import Plan, Reference, Refusal, longest_first, plan, splits, warps
+from fla_flashqla.plan import (
+    Plan,
+    Reference,
+    Refusal,
+    longest_first,
+    plan,
+    splits,
+    states_whole,
+    warps,
+)
 
 SM90 = arch.DeviceFacts("cuda", 0, (9, 0), False, 132)
 PLAN = Plan("sm90", "bfloat16", "float32", "float32", splits=2, warps=1)
@@ -330,11 +339,12 @@ def test_flashqla_only_dtypes_select_a_kernel(q, g, beta):
     assert plan(call) == plan(call._replace(**others)) == want
     assert hash(plan(call)) == hash(want) and repr(want) == (
         f"Plan(arch='sm90', dtype='{q}', g_dtype='{g}', beta_dtype='{beta}', splits=2, warps=1, "
-        "longest_first=False, gradients=False, segment=0, segment_splits=1, "
+        "longest_first=False, gradients=False, states_whole=False, segment=0, segment_splits=1, "
         "backward_segment=0, backward_splits=1, exact=False)"
     )
     trained = plan(call._replace(needs_grad=True))
-    assert trained == replace(want, gradients=True) and trained.compiled == want.compiled
+    assert trained == replace(want, gradients=True, states_whole=True)
+    assert trained.compiled == want.compiled
     assert (want.steps, trained.steps) == (("forward",), ("forward", "backward"))
     assert trained.path("backward") == f"backward sm90 {q}"
     with pytest.raises(FrozenInstanceError):
@@ -461,6 +471,12 @@ def test_flashqla_splits():
     few, many = (plan(Call(**{**BASE, "N": n, "HV": 8})) for n in (8, 9))
     assert (few.splits, many.splits) == (2, 1) and few.compiled == many.compiled
     assert [splits(chains, 132) for chains in (1, 8, 66, 67, 256)] == [2, 2, 2, 1, 1]
+
+
+def test_flashqla_states_whole():
+    """Where halves are many, and whole heads still fit beside the halves of the other recurrence."""
+    assert [n for n in range(1, 200) if states_whole(n, 132)] == [*range(25, 45)]
+    assert all(splits(n, 132) == 2 for n in range(25, 45))
 
 
 def test_flashqla_longest_first():

@@ -69,7 +69,8 @@ def timed(inputs: dict[str, Any], step: str) -> Callable[[], Any]:
     if step == "fwd":
         return lambda: chunk_gated_delta_rule(**inputs)
     leaves = [inputs[name] for name in bench.DIFFERENTIATED]
-    results, given = chunk_gated_delta_rule(**inputs), testing.make_output_gradients(inputs)
+    results: Any = chunk_gated_delta_rule(**inputs)
+    given = testing.make_output_gradients(inputs)
     return lambda: torch.autograd.grad(results, leaves, given, retain_graph=True)
 
 

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 from fla_flashqla import _autoload
 
 if TYPE_CHECKING:
-    from fla_flashqla.api import chunk_gated_delta_rule
     from fla_flashqla.backend import register
     from fla_flashqla.call import Unsupported
     from fla_flashqla.low_level import chunk_gated_delta_rule_bwd, chunk_gated_delta_rule_fwd
+    from fla_flashqla.op import chunk_gated_delta_rule
     from fla_flashqla.report import dispatch_report, reset_report
 
 __version__ = "0.1.0"
@@ -31,7 +31,7 @@ __all__ = [
 
 _HOMES = {
     "Unsupported": "call",
-    "chunk_gated_delta_rule": "api",
+    "chunk_gated_delta_rule": "op",
     "chunk_gated_delta_rule_bwd": "low_level",
     "chunk_gated_delta_rule_fwd": "low_level",
     "dispatch_report": "report",

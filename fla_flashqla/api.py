@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The public operator: describe the call, plan it, run what was planned."""
+"""From a call to its answer: describe it, plan it, run what was planned."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import threading
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 
@@ -131,11 +131,16 @@ def run(decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Re
     if isinstance(decision, Plan):
         return _forward(decision, *args, **kwargs)
     if isinstance(decision, Refusal):
-        report.refused(decision.reason)
-        raise Unsupported(decision.reason)
+        refuse(decision.reason)
     result = reference.chunk_gated_delta_rule(*args, **kwargs)
     report.reference_ran()
     return result
+
+
+def refuse(reason: str) -> NoReturn:
+    """Raise `Unsupported`, and count it."""
+    report.refused(reason)
+    raise Unsupported(reason)
 
 
 def _place(step: str, plan: Plan, device: torch.device) -> Place:
@@ -232,98 +237,6 @@ def _forward(
     return results[0], results[1]
 
 
-# As FLA's operator: a graph would be specialised on all that a plan depends on.
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def chunk_gated_delta_rule(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    scale: float | None = None,
-    initial_state: torch.Tensor | None = None,
-    output_final_state: bool = False,
-    use_qk_l2norm_in_kernel: bool = False,
-    use_beta_sigmoid_in_kernel: bool = False,
-    allow_neg_eigval: bool = False,
-    state_v_first: bool = False,
-    cu_seqlens: torch.Tensor | None = None,
-    cu_seqlens_cpu: torch.Tensor | None = None,
-    chunk_indices: torch.Tensor | None = None,
-    cp_context: Any = None,
-    *,
-    head_first: bool = False,
-    auto_cp: bool = True,
-    enable_fwd_cp_cache: bool = True,
-    force_intra_cp: bool = False,
-    **kwargs: Any,
-) -> Result:
-    """Run the chunked Gated Delta Rule: arguments and results of FLA 0.6.0's operator, without FLA.
-
-    It takes the arguments of flash_qla 0.1.3's function, too. Positions are FLA's, which are the same up to
-    `use_qk_l2norm_in_kernel`; what comes behind, above all `cu_seqlens`, is best given by name.
-
-    Args:
-        q (torch.Tensor):
-            Queries, `[B, T, H, K]`; float16 or bfloat16 on a GPU, any float dtype on the CPU.
-        k (torch.Tensor):
-            Keys, `[B, T, H, K]`.
-        v (torch.Tensor):
-            Values, `[B, T, HV, V]`; HV is a multiple of H.
-        g (torch.Tensor):
-            Log-space decay (natural log), `[B, T, HV]`; with `use_gate_in_kernel` what it is made from.
-        beta (torch.Tensor):
-            Step sizes, `[B, T, HV]`; with `use_beta_sigmoid_in_kernel` what they are made from.
-        scale (float, Optional):
-            Factor of the output. Default: `K ** -0.5`.
-        initial_state (torch.Tensor, Optional):
-            `[N, HV, K, V]`. Default: `None` (zero).
-        output_final_state (bool):
-            Whether to return the final state. Default: `False`.
-        use_qk_l2norm_in_kernel (bool):
-            Whether q and k are normalised here. Default: `False`.
-        use_beta_sigmoid_in_kernel (bool):
-            Whether beta passes through a sigmoid here. Default: `False`.
-        allow_neg_eigval (bool):
-            Whether that sigmoid is doubled. Default: `False`.
-        state_v_first (bool):
-            Whether states are `[N, HV, V, K]`. Default: `False`.
-        cu_seqlens (torch.Tensor, Optional):
-            Boundaries of N packed sequences, `[N + 1]`, int32 or int64, with B = 1.
-        cu_seqlens_cpu (torch.Tensor, Optional):
-            The same on the CPU: the planner then knows the longest sequence.
-        chunk_indices (torch.Tensor, Optional):
-            Derived from `cu_seqlens`; not read.
-        cp_context (Any, Optional):
-            Context parallelism; refused.
-        head_first (bool):
-            flash_qla's and FLA's former argument: `True` is refused. Default: `False`.
-        auto_cp, enable_fwd_cp_cache, force_intra_cp (bool):
-            How flash_qla splits sequences; not read, the results are the same.
-        **kwargs (Any):
-            FLA's `use_gate_in_kernel`, with `A_log` and `dt_bias` (optional) of HV elements:
-            `g <- -exp(A_log) softplus(g + dt_bias)`. FLA's `chunk_size`, 16, 32 or 64, which tunes its kernels and does not
-            change the function. The deprecated `transpose_state_layout` for `state_v_first`.
-
-    Returns:
-        o `[B, T, HV, V]` in q's dtype, and the float32 final state or `None`.
-
-    Raises:
-        Unsupported: no kernel of ours answers this call; the text says why.
-    """
-    flag: object = use_beta_sigmoid_in_kernel  # flash_qla has cu_seqlens in this position
-    if isinstance(flag, torch.Tensor):
-        raise Unsupported("use_beta_sigmoid_in_kernel must be a flag: give cu_seqlens by name")
-    if head_first:
-        kwargs["head_first"] = True
-    args = (
-        *(q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel),
-        *(use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first),
-        *(cu_seqlens, cu_seqlens_cpu, chunk_indices, cp_context),
-    )
-    return _without_fallback(run, decide(args, kwargs), args, kwargs)
-
-
 def _without_fallback(answer: Callable[..., T], *args: Any) -> T:
     """`answer(*args)` where nobody can take over: what failed at its first launch is raised."""
     try:
@@ -333,18 +246,24 @@ def _without_fallback(answer: Callable[..., T], *args: Any) -> T:
         raise error.__cause__ from None
 
 
-# What the low-level pair runs, each with a plan of `decide`.
+def answer(decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Result:
+    """`run` for a call that only this package can answer."""
+    return _without_fallback(run, decision, args, kwargs)
+
+
+# What the low-level pair and graphs run, each with a plan of `decide`.
 
 
 def forward(plan: Plan, q: torch.Tensor, *args: Any) -> chunk.Forward:
-    """`chunk.forward`, counted; a backward may follow."""
-    plan = replace(_rehearsed(plan, q.device), gradients=True)
-    return _without_fallback(_answer, plan, q, *args)
+    """`chunk.forward`, counted; a backward may follow, and does with a plan for gradients."""
+    plan = _rehearsed(plan, q.device)
+    if plan.gradients:
+        _without_fallback(_rehearse, plan, q.device)
+    return _without_fallback(_answer, replace(plan, gradients=True), q, *args)
 
 
 def states(plan: Plan, at: Layout, k: torch.Tensor, *args: Any) -> torch.Tensor:
     """The states of `chunk.states`."""
-    _without_fallback(_rehearse, plan, k.device)
     return chunk.states(plan, at, k, *args)[0]
 
 

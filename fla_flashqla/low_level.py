@@ -5,12 +5,11 @@ from __future__ import annotations
 
 import math
 from itertools import pairwise
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 
 from fla_flashqla import api, reference, report
-from fla_flashqla.call import Unsupported
 from fla_flashqla.layout import CHUNK, GATE_GC, Layout
 from fla_flashqla.plan import Plan, Refusal
 from fla_flashqla.utils import prepare_chunk_indices
@@ -102,7 +101,7 @@ def chunk_gated_delta_rule_fwd(
     if isinstance(decision, Plan):
         if output_h and cu_seqlens is not None and api.capturing():
             # `prepare_chunk_indices` may know these boundaries: a replay would take its chunks for those of other boundaries.
-            _refuse(
+            api.refuse(
                 "output_h with cu_seqlens waits for the device, which a captured CUDA graph cannot"
             )
         o, final_state, r, gates = api.forward(
@@ -173,18 +172,20 @@ def chunk_gated_delta_rule_bwd(
     kwargs = {"state_v_first": state_v_first, "cu_seqlens": cu_seqlens, "cp_context": cp_context}
     decision = api.decide(args, kwargs, gradients=True)
     if isinstance(decision, Refusal):
-        _refuse(decision.reason)
+        api.refuse(decision.reason)
     HV, V = v.shape[2:]
     at = Layout.of(q.shape[0], q.shape[1], cu_seqlens)
     size = 4 * at.words(HV, q.dtype) if isinstance(decision, Plan) else g.nbytes
     if A.dtype != torch.uint8 or A.shape != (size,) or A.device != q.device:
         what = f"{tuple(A.shape)} {A.dtype} on {A.device}"
-        _refuse(f"A must be what the forward of this call returned, {size} bytes, got {what}")
+        api.refuse(f"A must be what the forward of this call returned, {size} bytes, got {what}")
     if do.shape != v.shape or do.device != q.device:
-        _refuse(f"do must have o's shape {tuple(v.shape)} and device, got {tuple(do.shape)}")
+        api.refuse(f"do must have o's shape {tuple(v.shape)} and device, got {tuple(do.shape)}")
     state = (at.N, HV, *((V, q.shape[3]) if state_v_first else (q.shape[3], V)))
     if dht is not None and (dht.shape != state or dht.device != q.device):
-        _refuse(f"dht must have the final state's shape {state} and device, got {tuple(dht.shape)}")
+        api.refuse(
+            f"dht must have the final state's shape {state} and device, got {tuple(dht.shape)}"
+        )
 
     A = A.contiguous()
     A = A if A.data_ptr() % 16 == 0 else A.clone()  # for TMA, and to be viewed in other dtypes
@@ -210,11 +211,6 @@ def chunk_gated_delta_rule_bwd(
     return BackwardResult._make(
         found.get(name) for name in ("q", "k", "v", "beta", "g", "initial_state")
     )
-
-
-def _refuse(reason: str) -> NoReturn:
-    report.refused(reason)
-    raise Unsupported(reason)
 
 
 def _scale(q: torch.Tensor, scale: float | None) -> float:

@@ -35,6 +35,11 @@ def chunk_gated_delta_rule(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | 
     return _run(_chunked, kwargs.get("chunk_size", 64), *args, **kwargs)
 
 
+def wide(q: Tensor, k: Tensor, v: Tensor) -> torch.dtype:
+    """What it computes in, and the dtype of the final state."""
+    return torch.float64 if torch.float64 in (q.dtype, k.dtype, v.dtype) else torch.float32
+
+
 def renamed(transpose_state_layout: Any) -> bool:
     """`state_v_first` by its old name, with FLA's warning."""
     warnings.warn(
@@ -131,7 +136,7 @@ def _run(
 
     B, T, H, K = q.shape
     HV, V = v.shape[2:]
-    dtype = torch.float64 if torch.float64 in (q.dtype, k.dtype, v.dtype) else torch.float32
+    dtype = wide(q, k, v)
     # On the CPU whatever the default device is.
     if cu_seqlens is None:
         bounds = torch.arange(B + 1, device="cpu") * T

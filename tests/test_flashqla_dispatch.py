@@ -460,27 +460,6 @@ def test_flashqla_api_has_flas_arguments() -> None:
     assert {name for name, _ in binding.theirs} == flash_qlas
 
 
-def test_flashqla_api_stays_out_of_graphs(kernels: types.SimpleNamespace) -> None:
-    """One graph before it and one behind it, whatever the length."""
-    graphs = []
-
-    def backend(graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
-        graphs.append(graph)
-        return graph.forward
-
-    kernels.forward.side_effect = lambda plan, q, k, v, *_: (v, None)
-
-    @torch.compile(backend=backend, dynamic=True)
-    def layer(given: dict[str, torch.Tensor]) -> torch.Tensor:
-        given = {name: x * 1 for name, x in given.items()}
-        return fla_flashqla.chunk_gated_delta_rule(**given)[0] + 1
-
-    for T in (5, 6, 7):
-        given = inputs(T)
-        assert torch.equal(layer(given), given["v"] + 1)
-    assert len(graphs) == 2 and kernels.forward.call_count == 3
-
-
 def test_flashqla_api_reference_on_the_cpu() -> None:
     given = inputs(output_final_state=True)
     o, state = fla_flashqla.chunk_gated_delta_rule(**given)

@@ -28,7 +28,7 @@ LAYERS = (
     ("chunk",),
     ("autograd",),
     ("api", "compat"),
-    ("backend", "low_level"),
+    ("backend", "low_level", "op"),
     ("__init__",),
 )
 

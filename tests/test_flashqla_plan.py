@@ -244,14 +244,14 @@ def verify(monkeypatch, call):
     pytest.importorskip("fla.ops.gated_delta_rule", reason="needs FLA")
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
-    from fla_flashqla import api, chunk, compat
+    from fla_flashqla import api, chunk, compat, op
     from fla_flashqla.backend import FlashQLABackend
 
     monkeypatch.delenv("FLA_FLASH_QLA_STRICT", raising=False)
     monkeypatch.setattr(chunk, "build", lambda plan: None)
     monkeypatch.setattr(chunk, "build_backward", lambda plan: None)
     monkeypatch.setattr(api, "_kernels", {})
-    binding = compat.Binding.between(chunk_gated_delta_rule, api.chunk_gated_delta_rule)
+    binding = compat.Binding.between(chunk_gated_delta_rule, op.chunk_gated_delta_rule)
     return FlashQLABackend(binding).chunk_gated_delta_rule_verifier(**call)
 
 

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -33,7 +32,7 @@ def build(plan: Plan) -> Kernels:
     """Compile the kernels of `plan`, once per process; raises what the compiler raises."""
     kernels = _built.get(plan.compiled)
     if kernels is None:
-        from fla_flashqla.kernels import compile_kernel, forward, prepare
+        from fla_flashqla.kernels import compile_kernels, forward, prepare
 
         sources = (
             (
@@ -57,9 +56,7 @@ def build(plan: Plan) -> Kernels:
                 forward.PASS_CONFIGS,
             ),
         )
-        with ThreadPoolExecutor(len(sources)) as pool:  # most of the time is spent in nvcc
-            kernels = Kernels(*pool.map(compile_kernel, *zip(*sources, strict=True)))
-        _built[plan.compiled] = kernels
+        kernels = _built[plan.compiled] = Kernels(*compile_kernels(sources))
     return kernels
 
 
@@ -80,7 +77,7 @@ def build_backward(plan: Plan) -> BackwardKernels:
     """As `build`, the kernels of the backward pass."""
     kernels = _built_backward.get(plan.compiled)
     if kernels is None:
-        from fla_flashqla.kernels import compile_kernel, gradients, reverse, states
+        from fla_flashqla.kernels import compile_kernels, gradients, reverse, states
 
         dtype, gate_dtypes = plan.dtype, (plan.g_dtype, plan.beta_dtype)
         sources = (
@@ -94,9 +91,7 @@ def build_backward(plan: Plan) -> BackwardKernels:
                 gradients.PASS_CONFIGS,
             ),
         )
-        with ThreadPoolExecutor(len(sources)) as pool:
-            kernels = BackwardKernels(*pool.map(compile_kernel, *zip(*sources, strict=True)))
-        _built_backward[plan.compiled] = kernels
+        kernels = _built_backward[plan.compiled] = BackwardKernels(*compile_kernels(sources))
     return kernels
 
 

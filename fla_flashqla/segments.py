@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import math
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -39,7 +38,7 @@ def build(plan: Plan) -> SegmentKernels:
     """Compile the kernels of `plan`, once per process; raises what the compiler raises."""
     kernels = _built.get(plan.dtype)
     if kernels is None:
-        from fla_flashqla.kernels import combine, compile_kernel, segments
+        from fla_flashqla.kernels import combine, compile_kernels, segments
 
         sources = (
             (
@@ -49,9 +48,7 @@ def build(plan: Plan) -> SegmentKernels:
             ),
             ("combine", combine.combine_kernel(), combine.PASS_CONFIGS),
         )
-        with ThreadPoolExecutor(len(sources)) as pool:
-            made = pool.map(compile_kernel, *zip(*sources, strict=True))
-        kernels = _built[plan.dtype] = SegmentKernels(*made)
+        kernels = _built[plan.dtype] = SegmentKernels(*compile_kernels(sources))
     return kernels
 
 
@@ -59,11 +56,11 @@ def build_backward(plan: Plan) -> ReverseSegmentKernels:
     """As `build`, what a backward pass needs beside."""
     kernels = _built_backward.get(plan.dtype)
     if kernels is None:
-        from fla_flashqla.kernels import compile_kernel, reverse
+        from fla_flashqla.kernels import compile_kernels, reverse
 
         source = reverse.reverse_kernel(plan.dtype, local=True)
-        made = compile_kernel(f"reverse_segments-{plan.dtype}", source, reverse.PASS_CONFIGS)
-        kernels = _built_backward[plan.dtype] = ReverseSegmentKernels(made)
+        sources = ((f"reverse_segments-{plan.dtype}", source, reverse.PASS_CONFIGS),)
+        kernels = _built_backward[plan.dtype] = ReverseSegmentKernels(*compile_kernels(sources))
     return kernels
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import gc
 import json
 import logging
 import subprocess
@@ -19,6 +20,7 @@ from typing import Any
 
 import filelock
 import pytest
+import torch
 from child_processes import HERE, environment
 
 from fla_flashqla import chunk, kernels
@@ -112,6 +114,31 @@ def test_flashqla_coldstart_without_a_lock_folder(
     ((level, text),) = logged(caplog)
     assert level == logging.INFO and text.startswith("no lock for small-sm_90a, ")
     assert "FileExistsError" in text and str((cache / LOCK).parent) in text
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("again", [False, True], ids=["compiled", "read"])
+def test_flashqla_coldstart_launches_without_tilelangs_wrapper(cache: Path, again: bool) -> None:
+    """What is called checks its arguments, without a GPU, and outlives all else that TileLang keeps."""
+    from coldstart_driver import small_kernel
+    from tilelang.cache import _dispatch_map as memories
+    from tvm_ffi import Function
+
+    source = "small", small_kernel(5), {}
+    for _ in range(1 + again):
+        (launch,) = kernels.compile_kernels([source])
+        for memory in memories.values():
+            memory._memory_cache.clear()
+    gc.collect()
+    assert type(launch) is Function
+    for wrong in ((), (1, 2), (torch.zeros(127),), (torch.zeros(128),)):
+        with pytest.raises(Exception, match="gdr_small|argument|device"):
+            launch(*wrong)
+
+
+def test_flashqla_coldstart_launches_by_the_wrapper_of_another_tilelang() -> None:
+    kernel = object()
+    assert kernels.launcher(kernel) is kernel
 
 
 def test_flashqla_coldstart_without_locks(

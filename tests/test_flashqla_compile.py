@@ -104,10 +104,12 @@ def test_flashqla_compile_combine(tmp_path: Path, record_property: Any) -> None:
 
 
 def test_flashqla_compile_build_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    from fla_flashqla import kernels as package
     from fla_flashqla import segments
     from fla_flashqla.plan import Plan
 
     monkeypatch.setattr(segments, "_built", {})
+    monkeypatch.setattr(package, "launcher", lambda kernel: kernel)
     plan = Plan("sm90", "bfloat16", "float32", "float32", segment=64)
     kernels = segments.build(plan)
     assert segments.build(plan) is kernels
@@ -118,9 +120,11 @@ def test_flashqla_compile_build_segments(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_flashqla_compile_build(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the package itself calls, from an empty memory cache; the disk cache may answer."""
     from fla_flashqla import chunk
+    from fla_flashqla import kernels as package
     from fla_flashqla.plan import Plan
 
     monkeypatch.setattr(chunk, "_built", {})
+    monkeypatch.setattr(package, "launcher", lambda kernel: kernel)
     plan = Plan("sm90", "bfloat16", "float32", "float32")
     kernels = chunk.build(plan)
     assert chunk.build(plan) is kernels

@@ -104,8 +104,10 @@ def test_flashqla_compile_gradients(
 def test_flashqla_compile_build_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the package itself calls, from an empty memory cache; the disk cache may answer."""
     from fla_flashqla import chunk, segments
+    from fla_flashqla import kernels as package
     from fla_flashqla.plan import Plan
 
+    monkeypatch.setattr(package, "launcher", lambda kernel: kernel)
     plan = Plan("sm90", "bfloat16", "float32", "float32", gradients=True)
     for module in (chunk, segments):
         monkeypatch.setattr(module, "_built_backward", {})

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from fla_flashqla.arch import ARCHS
@@ -12,6 +12,7 @@ from fla_flashqla.call import Call
 
 HEAD_DIM = 128
 CHUNK = 64
+STEPS = ("forward", "segments", "backward_segments", "backward")
 MAX_TOKENS = 2**31 - 192  # the kernels count tokens, padded to three chunks, in int32
 
 _MAIN_DTYPES = frozenset({"bfloat16", "float16"})
@@ -19,9 +20,12 @@ _SIDE_DTYPES = frozenset({"float32", "bfloat16", "float16"})
 _FLOAT_DTYPES = frozenset({"float64", *_SIDE_DTYPES})
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Plan:
-    """Selects the compiled kernels; lengths, heads, scale and layouts stay runtime values."""
+    """Selects the compiled kernels; lengths, heads, scale and layouts stay runtime values.
+
+    What is asked for on every call is made once: plans are few, see `plan`.
+    """
 
     arch: str
     dtype: str
@@ -40,12 +44,12 @@ class Plan:
     backward_splits: int = 1
     exact: bool = False  # whether segments start from the whole state, whatever has decayed
 
-    @property
+    @cached_property
     def compiled(self) -> tuple[str, ...]:
         """What is compiled together, in each step: these kernels take all else at run time."""
         return self.arch, self.dtype, self.g_dtype, self.beta_dtype
 
-    @property
+    @cached_property
     def steps(self) -> tuple[str, ...]:
         """The steps that it needs, each of which is compiled when first needed."""
         cut = ("segments",) * bool(self.segment or self.backward_segment)
@@ -63,13 +67,21 @@ class Plan:
             return self.segment_splits
         return self.backward_splits if step == "backward" and self.backward_segment else self.splits
 
+    @cached_property
+    def _keys(self) -> dict[str, tuple[str, ...]]:
+        return {step: (step, *self.compiled) for step in STEPS}
+
     def key(self, step: str) -> tuple[str, ...]:
         """What is compiled together for a step."""
-        return step, *self.compiled
+        return self._keys[step]
+
+    @cached_property
+    def _paths(self) -> dict[str, str]:
+        return {step: f"{step} {self.arch} {self.dtype}" for step in STEPS}
 
     def path(self, step: str) -> str:
         """What reports call the kernels of a step."""
-        return f"{step} {self.arch} {self.dtype}"
+        return self._paths[step]
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,6 +282,7 @@ _plan = lru_cache(maxsize=1024)(Plan)  # SMs x dtypes x lengths of segments x th
 _REFERENCE = Reference("CPU tensors are answered by the PyTorch reference")
 
 
+@lru_cache(maxsize=1024)
 def plan(call: Call) -> Plan | Reference | Refusal:
     """Map the facts of a call to what answers it."""
     reason = call.malformed or _refuse_any(call)

@@ -33,8 +33,10 @@ class Activations(NamedTuple):
 
     def arguments(self, unused: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int, float]:
         """A_log, dt_bias, raw_g and raw_beta of kernels/prepare.py; `unused` stands in where a tensor is not read."""
+        if self.A_log is None:
+            return unused, unused, 0, self.sigmoid
         A_log, dt_bias = (unused if x is None else x for x in self.packed()[:2])
-        return A_log, dt_bias, sum(x is not None for x in self[:2]), self.sigmoid
+        return A_log, dt_bias, 1 if self.dt_bias is None else 2, self.sigmoid
 
     def gradients(
         self, shares: torch.Tensor, of_A_log: bool, of_dt_bias: bool

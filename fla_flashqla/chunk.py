@@ -98,12 +98,19 @@ def build_backward(plan: Plan) -> BackwardKernels:
 def _packed(x: torch.Tensor, *shape: int) -> torch.Tensor:
     """`x` as TMA can read it, contiguous and 16-byte aligned, viewed as `shape`."""
     x = x.contiguous()
-    return (x if x.data_ptr() % 16 == 0 else x.clone()).view(shape)
+    return (x if x.data_ptr() % 16 == 0 else x.clone()).view(*shape)
+
+
+def _flat(x: torch.Tensor | None) -> torch.Tensor | None:
+    """States as kernels read them."""
+    return None if x is None else x.float().contiguous().view(-1)
 
 
 def prepare(
     plan: Plan,
     at: Layout,
+    buffer: torch.Tensor,
+    cu: torch.Tensor,
     q: torch.Tensor,
     k: torch.Tensor,
     g: torch.Tensor,
@@ -117,6 +124,10 @@ def prepare(
     """Launch the state-independent part.
 
     Args:
+        buffer (torch.Tensor):
+            Flat, float32, of `Layout.words`: what is made goes there.
+        cu (torch.Tensor):
+            Boundaries, or what stands in for them.
         q, k, g, beta, o (torch.Tensor):
             `[tokens, H, 128]`, `[tokens, HV]` and `[tokens, HV, 128]` as kernels read them; rows of o behind the last boundary become 0.
         normalize_q, normalize_k (bool):
@@ -127,12 +138,11 @@ def prepare(
         which fill one storage.
     """
     H, HV = q.shape[1], g.shape[1]
-    buffer = q.new_empty(at.words(HV, q.dtype), dtype=torch.float32)
     r, gates = at.split(buffer, HV, q.dtype)
     A_log, dt_bias, *raw = activations.arguments(buffer)
     kernels = build(plan)
     (kernels.prepare if plan.warps == 4 else kernels.prepare_single)(
-        *(q, k, g, beta, A_log, dt_bias, at.cu_or(buffer), r, gates, o),
+        *(q, k, g, beta, A_log, dt_bias, cu, r, gates, o),
         *(scale, at.seqlen, at.cu_step, at.N, H, HV // H, int(normalize_q), int(normalize_k)),
         *(int(plan.gradients), *raw),
     )
@@ -199,9 +209,9 @@ def forward(
     # The recurrence starts while the kernel before it still runs: between the launches nothing may be copied, allocated or freed
     # (what `segments` launches waits for all before it).
     q, k, v = _packed(q, tokens, H, K), _packed(k, tokens, H, K), _packed(v, tokens, HV, V)
-    g, beta = (x.contiguous().view(tokens, HV) for x in (g, beta))
+    g, beta = g.contiguous().view(tokens, HV), beta.contiguous().view(tokens, HV)
     activations = activations.packed()
-    h0 = None if initial_state is None else initial_state.float().contiguous().view(-1)
+    h0 = _flat(initial_state)
     at = Layout.of(B, T, cu_seqlens)
     normalize_k = use_qk_l2norm_in_kernel
     if normalize_k and plan.dtype == "float16":
@@ -209,13 +219,15 @@ def forward(
         k, normalize_k = l2norm.forward(k), False
     final_state = None
     if output_final_state:
-        shape = (at.N, HV, V, K) if state_v_first else (at.N, HV, K, V)
-        final_state = torch.empty(shape, dtype=torch.float32, device=q.device)
+        sizes = (V, K) if state_v_first else (K, V)
+        final_state = q.new_empty(at.N, HV, *sizes, dtype=torch.float32)
     o = torch.empty_like(v)
     normalize = use_qk_l2norm_in_kernel, normalize_k
-    r, gates = prepare(plan, at, q, k, g, beta, o, abs(scale), *normalize, activations)
-    unused = gates.view(-1)  # stands in for what is not there
+    unused = q.new_empty(at.words(HV, q.dtype), dtype=torch.float32)  # also where there is nothing
     cu, lengths = at.cu_or(unused), (at.seqlen, at.cu_step, at.N)
+    r, gates = prepare(
+        *(plan, at, unused, cu, q, k, g, beta, o, abs(scale), *normalize, activations)
+    )
     strides = (1, K) if state_v_first else (V, 1)
     if plan.segment:
         h0 = segments.starts(plan, segments.Chunks(k, r, gates, cu, lengths, strides), v, h0)
@@ -341,13 +353,12 @@ def backward(
         scale, do = -scale, -do
 
     v_in = _packed(v, tokens, HV, V) if chunks else do
-    h0 = initial_state if chunks else None
-    dht = dht if chain else None
-    h0, dht = (None if x is None else x.float().contiguous().view(-1) for x in (h0, dht))
+    h0 = _flat(initial_state) if chunks else None
+    dht = _flat(dht) if chain else None
     ds = q.new_empty(at.slots, HV, V, K) if chain else None
     segment = plan.backward_segment
+    all_chunks = segments.Chunks(k_in, r, gates, cu, lengths, strides)
     if segment:
-        all_chunks = segments.Chunks(k_in, r, gates, cu, lengths, strides)
         h0, dht = segments.boundaries(plan, all_chunks, q_in, v_in, do, h0, dht, ds, chunks)
     # The two recurrences run side by side: between their launches nothing may be copied or allocated.
     dh0 = None
@@ -358,7 +369,7 @@ def backward(
             assert initial_state is not None
             dh0 = q.new_empty(initial_state.shape, dtype=torch.float32)
     if chunks:
-        s, y = states(plan, at, k_in, v_in, r, gates, h0, state_v_first, segment)
+        s, y = _states(plan, at, all_chunks, v_in, h0, unused, segment)
     if chain:  # gradients of S behind each chunk, of v and of the initial state
         (kernels.reverse if plan.blocks("backward") == 1 else kernels.reverse_halves)(
             *(q_in, k_in, do, r, gates, cu, unused if dht is None else dht, ds, dv),
@@ -424,27 +435,43 @@ def states(
     gates: torch.Tensor,
     initial_state: torch.Tensor | None,
     state_v_first: bool,
-    segment: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Launch the forward recurrence without o; arguments as in `backward`, or the states of segments of `segment` tokens.
+    """Launch the forward recurrence without o; arguments as in `backward`.
 
     Returns:
         The state at the start of each chunk, transposed, `[slots, HV, V, K]`, and Y, the chunk's error before beta, `[B T, HV, V]`.
     """
     if torch.cuda.current_device() != v.device.index:
         with torch.cuda.device(v.device):
-            return states(plan, at, k, v, r, gates, initial_state, state_v_first, segment)
+            return states(plan, at, k, v, r, gates, initial_state, state_v_first)
     (H, K), (HV, V) = k.shape[-2:], v.shape[-2:]
-    k, v = _packed(k, -1, H, K), _packed(v, -1, HV, V)
-    h0 = gates if initial_state is None else initial_state.float().contiguous()
+    unused = gates.view(-1)
+    chunks = segments.Chunks(
+        *(_packed(k, -1, H, K), r, gates, at.cu_or(unused), (at.seqlen, at.cu_step, at.N)),
+        (1, K) if state_v_first else (V, 1),
+    )
+    return _states(plan, at, chunks, _packed(v, -1, HV, V), _flat(initial_state), unused)
+
+
+def _states(
+    plan: Plan,
+    at: Layout,
+    chunks: segments.Chunks,
+    v: torch.Tensor,
+    h0: torch.Tensor | None,
+    unused: torch.Tensor,
+    segment: int = 0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `states`, of what kernels read, or the states of segments of `segment` tokens."""
+    k, r, gates, cu, lengths, strides = chunks
+    (H, K), (tokens, HV, V) = k.shape[-2:], v.shape
     s, y = v.new_empty(at.slots, HV, V, K), torch.empty_like(v)
     kernels = build_backward(plan)
     blocks = plan.backward_splits if segment else 1 if plan.states_whole else plan.splits
     (kernels.states if blocks == 1 else kernels.states_halves)(
-        *(k, v, r, gates, at.cu_or(gates.view(-1)), h0.view(-1), s, y),
-        *(at.seqlen, at.cu_step, at.N, HV, HV // H, int(initial_state is not None)),
-        *((1, K) if state_v_first else (V, 1)),
-        *_taken(plan, at, len(v), segment),
+        *(k, v, r, gates, cu, unused if h0 is None else h0, s, y),
+        *(*lengths, HV, HV // H, int(h0 is not None), *strides),
+        *_taken(plan, at, tokens, segment),
     )
     return s, y
 

@@ -12,7 +12,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 
 from fla_flashqla import arch, autograd, chunk, env, reference, report, segments
-from fla_flashqla.activations import Activations
+from fla_flashqla.activations import NONE, Activations
 from fla_flashqla.call import Unsupported, describe
 from fla_flashqla.layout import Layout
 from fla_flashqla.plan import Plan, Reference, Refusal, plan
@@ -215,25 +215,23 @@ def _forward(
         state_v_first = reference.renamed(keywords["transpose_state_layout"])
     raw_g = keywords.get("use_gate_in_kernel")
     sigmoid = (2.0 if allow_neg_eigval else 1.0) if use_beta_sigmoid_in_kernel else 0.0
-    passed = (
-        *(plan, q, k, v, g, beta, q.shape[-1] ** -0.5 if scale is None else float(scale)),
-        initial_state,
-        bool(output_final_state),  # FLA's layers pass None, too
-        bool(use_qk_l2norm_in_kernel),
-        bool(state_v_first),
-        cu_seqlens,
-    )
-    gating = (
-        keywords.get("A_log") if raw_g else None,
-        keywords.get("dt_bias") if raw_g else None,
-        sigmoid,
-    )
+    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    output_final_state = bool(output_final_state)  # FLA's layers pass None, too
+    flags = bool(use_qk_l2norm_in_kernel), bool(state_v_first)
+    A_log = keywords.get("A_log") if raw_g else None
+    dt_bias = keywords.get("dt_bias") if raw_g else None
     if plan.gradients:
         # FLA cannot take over in the middle of a training step, so what fails shall fail now.
         _rehearse(plan, q.device)
-        o, final_state = autograd.GatedDeltaRule.apply(_answer, *passed, *gating)  # type: ignore[no-untyped-call]
+        call = autograd.Call(_answer, plan, scale, output_final_state, *flags, cu_seqlens, sigmoid)
+        o, final_state = autograd.GatedDeltaRule.apply(  # type: ignore[no-untyped-call]
+            call, q, k, v, g, beta, initial_state, A_log, dt_bias
+        )
         return o, final_state
-    results = _answer(*passed, Activations(*gating))
+    results = _answer(
+        *(plan, q, k, v, g, beta, scale, initial_state, output_final_state, *flags, cu_seqlens),
+        Activations(A_log, dt_bias, sigmoid) if raw_g or sigmoid else NONE,
+    )
     return results[0], results[1]
 
 

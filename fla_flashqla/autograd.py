@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -16,8 +16,21 @@ from fla_flashqla.plan import Plan
 Gradient = torch.Tensor | None
 
 
+class Call(NamedTuple):
+    """What of a call has no gradient, as one argument, since PyTorch looks at each of them; `answer` is or wraps `chunk.forward`."""
+
+    answer: Callable[..., chunk.Forward]
+    plan: Plan
+    scale: float
+    output_final_state: bool
+    use_qk_l2norm_in_kernel: bool
+    state_v_first: bool
+    cu_seqlens: torch.Tensor | None
+    sigmoid: float  # of `Activations`
+
+
 class GatedDeltaRule(torch.autograd.Function):
-    """`answer`, which is or wraps `chunk.forward`, with `chunk.backward` as its derivative.
+    """`Call.answer` with `chunk.backward` as its derivative; the arguments behind the call are those of `chunk.Needs`.
 
     Beside inputs it keeps `r` and `gates` of `chunk.Forward`: 160 bytes a token and value head (128 and 32), chunks being
     filled up, and as much as one chunk a sequence and one more. g and beta are in `gates` and kept only where they are made from
@@ -27,33 +40,27 @@ class GatedDeltaRule(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        answer: Callable[..., chunk.Forward],
-        plan: Plan,
+        call: Call,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
         g: torch.Tensor,
         beta: torch.Tensor,
-        scale: float,
         initial_state: torch.Tensor | None,
-        output_final_state: bool,
-        use_qk_l2norm_in_kernel: bool,
-        state_v_first: bool,
-        cu_seqlens: torch.Tensor | None,
-        A_log: torch.Tensor | None = None,
-        dt_bias: torch.Tensor | None = None,
-        sigmoid: float = 0.0,
+        A_log: torch.Tensor | None,
+        dt_bias: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        activations = Activations(A_log, dt_bias, sigmoid)
-        flags = use_qk_l2norm_in_kernel, state_v_first
-        o, final_state, r, gates = answer(
-            plan, q, k, v, g, beta, scale, initial_state, output_final_state, *flags, cu_seqlens,
-            activations,
-        )  # fmt: skip
-        raw = None if A_log is None else g, beta if sigmoid else None
-        ctx.save_for_backward(q, k, v, r, gates, initial_state, cu_seqlens, A_log, dt_bias, *raw)
+        o, final_state, r, gates = call.answer(
+            *(call.plan, q, k, v, g, beta, call.scale, initial_state, call.output_final_state),
+            *(call.use_qk_l2norm_in_kernel, call.state_v_first, call.cu_seqlens),
+            Activations(A_log, dt_bias, call.sigmoid),
+        )
+        raw = None if A_log is None else g, beta if call.sigmoid else None
+        ctx.save_for_backward(
+            q, k, v, r, gates, initial_state, call.cu_seqlens, A_log, dt_bias, *raw
+        )
         ctx.set_materialize_grads(False)
-        ctx.plan, ctx.scale, ctx.flags, ctx.sigmoid = plan, scale, flags, sigmoid
+        ctx.call = call._replace(cu_seqlens=None)  # which is saved
         return o, final_state
 
     @staticmethod
@@ -68,28 +75,14 @@ class GatedDeltaRule(torch.autograd.Function):
 @once_differentiable
 def _backward(ctx: Any, do: Gradient, dht: Gradient, _: Gradient) -> tuple[Gradient, ...]:
     q, k, v, r, gates, initial_state, cu_seqlens, A_log, dt_bias, g, beta = ctx.saved_tensors
-    use_qk_l2norm_in_kernel, state_v_first = ctx.flags
-    needed = ctx.needs_input_grad
-    dq, dk, dv, dg, dbeta, dh0, dA_log, ddt_bias = chunk.backward(
-        ctx.plan,
-        q,
-        k,
-        v,
-        r,
-        gates,
-        ctx.scale,
-        initial_state,
-        use_qk_l2norm_in_kernel,
-        state_v_first,
-        cu_seqlens,
-        do,
-        dht,
-        chunk.Needs._make((*needed[2:7], needed[8], *needed[13:15])),
-        Activations(A_log, dt_bias, ctx.sigmoid),
-        g,
-        beta,
+    call: Call = ctx.call
+    gradients = chunk.backward(
+        *(call.plan, q, k, v, r, gates, call.scale, initial_state),
+        *(call.use_qk_l2norm_in_kernel, call.state_v_first, cu_seqlens, do, dht),
+        chunk.Needs._make(ctx.needs_input_grad[1:]),
+        Activations(A_log, dt_bias, call.sigmoid),
+        *(g, beta),
     )
     if do is not None or dht is not None:
-        report.ran(ctx.plan.path("backward"))
-    rest = None, None, None, None
-    return None, None, dq, dk, dv, dg, dbeta, None, dh0, *rest, dA_log, ddt_bias, None
+        report.ran(call.plan.path("backward"))
+    return None, *gradients

@@ -23,7 +23,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import records
@@ -84,7 +84,10 @@ def plan(args: argparse.Namespace, sets: dict[str, dict[str, Rows]] = SETS) -> l
 
 
 def parser_of(
-    text: str | None, sets: dict[str, dict[str, Rows]], providers: list[str]
+    text: str | None,
+    sets: dict[str, dict[str, Rows]],
+    providers: list[str],
+    known: Iterable[str] = cases.NAMES,
 ) -> argparse.ArgumentParser:
     """The arguments that scripts share which measure sets of cases; the first set is the default."""
     parser = argparse.ArgumentParser(
@@ -97,9 +100,9 @@ def parser_of(
     add("--seqs", type=words(cases.parse_seqs), help="lengths,... instead of the set's")
     add(
         "--providers",
-        type=words(cases.one_of(cases.NAMES)),
+        type=words(cases.one_of(known)),
         default=providers,
-        help=f"of {','.join(cases.NAMES)} (default: {','.join(providers)})",
+        help=f"of {','.join(known)} (default: {','.join(providers)})",
     )
     add("--gates", choices=cases.GATES, help="default: published, or layer in the set layer")
     add("--dtype", choices=cases.DTYPES, default="bfloat16")

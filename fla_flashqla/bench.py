@@ -102,6 +102,14 @@ def _precomputed() -> Provider:
     return ours._replace(operator=operator)
 
 
+def _own() -> Provider:
+    """Ours without FLA's dispatch, of which `ours` has the host's time, too."""
+    import fla_flashqla
+
+    operator: Any = fla_flashqla.chunk_gated_delta_rule
+    return _ours()._replace(operator=operator)
+
+
 def _flash_qla() -> Provider:
     import flash_qla
 
@@ -125,6 +133,7 @@ def _flashinfer() -> Provider:
 
 LOADERS = {
     "ours": _ours,
+    "own": _own,
     "fla": _fla,
     "flash_qla": _flash_qla,
     "flashinfer": _flashinfer,
@@ -187,7 +196,7 @@ def time_graph(make: Callable[[], Function], budget_ms: float = 60.0) -> float:
         return round(statistics.median(elapsed_ms(graph.replay) / inner for _ in range(n)), 4)
 
 
-def time_eager(make: Callable[[], Function], n: int = 50) -> list[float]:
+def time_eager(make: Callable[[], Function], n: int = 200) -> list[float]:
     """Median milliseconds in which the host issues one call, and in which the call is complete."""
     function = make()
     for _ in range(3):
@@ -261,15 +270,22 @@ def differentiated(inputs: Inputs) -> list[str]:
     return [name for name in (*DIFFERENTIATED, *testing.PARAMETERS) if name in inputs]
 
 
-def measure(provider: Provider, case: Case, device: str, errors: bool) -> Record:
-    """`ms` (seconds for `warm`) of one provider, and `rel_l2` of its outputs if asked for."""
-    begin = time.perf_counter()
-    if case.gates == LAYER and not provider.flags:
-        raise RuntimeError("it does not take the flags of FLA's layer")
+class Prepared(NamedTuple):
+    """A case as one provider is called."""
+
+    inputs: Inputs
+    leaves: dict[str, Tensor]  # the inputs that are differentiated
+    grads: Outputs  # of the outputs
+    forward: Callable[[], Outputs]
+    make: Callable[[], Function]  # what a timer takes
+
+
+def prepare(provider: Provider, case: Case, device: str) -> Prepared:
+    """Make the tensors of a case."""
     inputs = make_inputs(case, device)
     grads = torch.randn_like(inputs["v"]), torch.randn_like(inputs["initial_state"]) / 8
     names = differentiated(inputs)
-    leaves = [inputs[name].requires_grad_(case.step != "fwd") for name in names]
+    leaves = {name: inputs[name].requires_grad_(case.step != "fwd") for name in names}
     arguments = provider.prepare(inputs)
 
     def forward() -> Outputs:
@@ -278,11 +294,21 @@ def measure(provider: Provider, case: Case, device: str, errors: bool) -> Record
     def make() -> Function:
         if case.step == "fwd":
             return torch.no_grad()(forward)
+        wanted = [*leaves.values()]
         if case.step == "step":
-            return lambda: torch.autograd.grad(forward(), leaves, grads)
+            return lambda: torch.autograd.grad(forward(), wanted, grads)
         outputs = forward()
-        return lambda: torch.autograd.grad(outputs, leaves, grads, retain_graph=True)
+        return lambda: torch.autograd.grad(outputs, wanted, grads, retain_graph=True)
 
+    return Prepared(inputs, leaves, grads, forward, make)
+
+
+def measure(provider: Provider, case: Case, device: str, errors: bool) -> Record:
+    """`ms` (seconds for `warm`) of one provider, and `rel_l2` of its outputs if asked for."""
+    begin = time.perf_counter()
+    if case.gates == LAYER and not provider.flags:
+        raise RuntimeError("it does not take the flags of FLA's layer")
+    inputs, leaves, grads, forward, make = prepare(provider, case, device)
     with mock.patch.dict(os.environ, provider.variables):
         before = provider.answered() if provider.answered else -1
         with torch.set_grad_enabled(case.step != "fwd"):
@@ -296,8 +322,8 @@ def measure(provider: Provider, case: Case, device: str, errors: bool) -> Record
             results = dict(zip(("o", "final_state"), provider.restore(*outputs), strict=True))
             found["rel_l2"] = relative_errors(inputs, results)
         elif errors:
-            gradients = torch.autograd.grad(outputs, leaves, grads)
-            results = dict(zip(names, gradients, strict=True))
+            gradients = torch.autograd.grad(outputs, [*leaves.values()], grads)
+            results = dict(zip(leaves, gradients, strict=True))
             found["rel_l2"] = relative_errors(inputs, results, grads)
         del outputs
         if case.mode == "warm":

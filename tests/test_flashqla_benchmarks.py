@@ -24,6 +24,7 @@ BENCHMARKS = ROOT / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
 import bench_gated_delta_rule as script  # noqa: E402
+import host_time as host  # noqa: E402
 import records  # noqa: E402
 
 ENVIRONMENT = {"environment": True, "gpu": "NVIDIA H200", "time": "2026-01-01T00:00:00Z"}
@@ -463,6 +464,26 @@ def test_flashqla_bench_without_a_gpu(start: Start, capsys: pytest.CaptureFixtur
     with pytest.raises(FileNotFoundError):
         start(gpu=None)
     assert "PyTorch finds no GPU" in capsys.readouterr().err
+
+
+def test_flashqla_bench_host_time(
+    start: Start, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Our own function has a column, and the profile names where the time goes."""
+    prepare = bench.prepare
+    monkeypatch.setattr(bench, "prepare", lambda provider, case, _: prepare(provider, case, "cpu"))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(host, "CALLS", 2)
+    for name in bench.LOADERS:
+        monkeypatch.setitem(bench.LOADERS, name, lambda: REFERENCE)
+    monkeypatch.setattr(bench, "measure", lambda *_: {"ms": [0.0412, 0.1]})
+    assert host.main(["--heads", "1:2", "--seqs", "8", "--profile"]) == 0
+    said = capsys.readouterr().err
+    assert said.count("own        issued in    41.2 us, complete after    100.0 us") == 2
+    for step in ("fwd", "step"):
+        for name in ("ours", "own"):
+            assert f"{name}, {step} 1:2 8, 2 calls:" in said
+    assert "(chunk_gated_delta_rule)" in said
 
 
 @pytest.mark.parametrize("line, text", [("{", "not a JSON"), ("{}", "before any environment")])

@@ -7,7 +7,7 @@ import pytest
 import sanitizer_cases
 
 FORCED = [number for number, (_, fields) in enumerate(sanitizer_cases.CASES) if fields]
-CUT = {"segments", "combine", "reverse_segments", "combine_reverse"}
+CUT = {"segments", "combine", "reverse_segments"}
 
 
 @pytest.mark.parametrize("number", FORCED)

@@ -107,11 +107,20 @@ def _progress(text: str) -> None:
 
 
 def _warmup(arguments: argparse.Namespace) -> int:
+    from tqdm import tqdm
+
     from fla_flashqla import warmup
 
     dtypes = arguments.dtype, arguments.g_dtype, arguments.beta_dtype
     wanted = warmup.plans(*dtypes, gradients=not arguments.forward_only)
-    record = warmup.run(wanted, _progress)
+    total = sum(len(warmup.steps(plan)) for plan in wanted)
+    with tqdm(total=total, desc="compiling", unit="step", file=sys.stderr) as bar:
+
+        def done(text: str) -> None:
+            bar.set_postfix_str(text, refresh=False)
+            bar.update()
+
+        record = warmup.run(wanted, done)
     if arguments.json:
         print(json.dumps(record, indent=2))
     else:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any
 
 from fla_flashqla import chunk, segments
@@ -23,34 +24,48 @@ def plans(
     return [Plan("sm90", *c, gradients=gradients) for c in combinations]
 
 
+def steps(plan: Plan) -> dict[str, Callable[[Plan], Any]]:
+    """What compiles the kernels of each step that calls with these dtypes can need, by name."""
+    found: dict[str, Callable[[Plan], Any]] = {"forward": chunk.build, "segments": segments.build}
+    if plan.gradients:
+        found["backward"] = chunk.build_backward
+        found["backward_segments"] = segments.build_backward
+    return found
+
+
 def run(wanted: list[Plan], progress: Callable[[str], None]) -> dict[str, Any]:
     """Compile the kernels of `wanted` into TileLang's cache folder, which a later process reads instead of compiling.
+
+    The kernels of a plan are compiled side by side.
+
+    Args:
+        wanted (list[Plan]):
+            As `plans` returns them.
+        progress (Callable):
+            Called once for each of all `steps`, with what has been done.
 
     Returns:
         `cache` (the folder), `plans` (each with its `seconds`, or its `error`) and `ok`.
     """
     record: dict[str, Any] = {"cache": None, "plans": [], "ok": True}
-    for number, plan in enumerate(wanted, 1):
+    for plan in wanted:
+        builds = steps(plan)
         row: dict[str, Any] = dict(
             zip(("arch", "dtype", "g_dtype", "beta_dtype"), plan.compiled, strict=True),
-            steps=list(plan.steps),
-        )
-        progress(
-            f"{number} of {len(wanted)}: {plan.dtype}, g {plan.g_dtype}, beta {plan.beta_dtype}"
+            steps=list(builds),
         )
         start = time.perf_counter()
-        try:
-            chunk.build(plan)
-            segments.build(plan)
-            if plan.gradients:
-                chunk.build_backward(plan)
-                segments.build_backward(plan)
-            row["seconds"] = round(time.perf_counter() - start, 2)
-        except (
-            Exception
-        ) as error:  # a compiler's message can be long: its cause stands in the last lines
+        with ThreadPoolExecutor(len(builds)) as pool:
+            running = {pool.submit(build, plan): step for step, build in builds.items()}
+            for done in as_completed(running):
+                progress(f"{plan.dtype}, g {plan.g_dtype}, beta {plan.beta_dtype}: {running[done]}")
+        errors = [error for error in (x.exception() for x in running) if error is not None]
+        if errors:  # a compiler's message can be long: its cause stands in the last lines
+            error = errors[0]
             row["error"] = f"{type(error).__name__}: {str(error).strip()[-300:]}"
             record["ok"] = False
+        else:
+            row["seconds"] = round(time.perf_counter() - start, 2)
         record["plans"].append(row)
     from fla_flashqla.kernels import cache_folder
 

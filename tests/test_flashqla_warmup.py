@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from fla_flashqla import chunk, cli, warmup
+from fla_flashqla import chunk, cli, segments, warmup
+from fla_flashqla.plan import Plan
 
 
 def command(cache: Path, *arguments: str, **environment: str) -> tuple[int, dict[str, Any]]:
@@ -38,7 +39,7 @@ def test_flashqla_warmup_replaces_the_compiler(tmp_path: Path) -> None:
     assert row | {"seconds": 0} == {
         **{"arch": "sm90", "dtype": "bfloat16", "g_dtype": "float32", "beta_dtype": "float32"},
         "seconds": 0,
-        "steps": ["forward", "backward"],
+        "steps": ["forward", "segments", "backward", "backward_segments"],
     }
     code, again = command(tmp_path / "cache", "--beta-dtype", "float32", **nowhere)
     assert code == 0 and again["plans"][0]["seconds"] < row["seconds"] / 3
@@ -57,8 +58,33 @@ def test_flashqla_warmup_plans() -> None:
 def test_flashqla_warmup_of_the_backward(
     arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """What a call can need is compiled, and the bar counts it."""
     built: list[str] = []
-    monkeypatch.setattr(chunk, "build", lambda plan: built.append("forward"))
-    monkeypatch.setattr(chunk, "build_backward", lambda plan: built.append("backward"))
+    names = {
+        "forward": (chunk, "build"),
+        "segments": (segments, "build"),
+        "backward": (chunk, "build_backward"),
+        "backward_segments": (segments, "build_backward"),
+    }
+    for step, (module, name) in names.items():
+        monkeypatch.setattr(module, name, lambda plan, step=step: built.append(step))
     assert cli.main(["warmup", "--beta-dtype", "float32", *arguments]) == 0
-    assert built == (["forward"] if arguments else ["forward", "backward"])
+    assert sorted(built) == sorted([*names][: 2 if arguments else 4])
+    assert f"{len(built)}/{len(built)}" in capsys.readouterr().err
+
+
+def test_flashqla_warmup_that_fails(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The plans behind it are compiled all the same."""
+
+    def broken(plan: Plan) -> None:
+        if plan.beta_dtype == "float32":
+            raise RuntimeError("no nvcc")
+
+    for module in (chunk, segments):
+        monkeypatch.setattr(module, "build", lambda plan: None)
+        monkeypatch.setattr(module, "build_backward", broken)
+    assert cli.main(["warmup", "--json"]) == 1
+    first, second = json.loads(capsys.readouterr().out)["plans"]
+    assert first["error"] == "RuntimeError: no nvcc" and "seconds" in second

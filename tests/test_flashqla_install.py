@@ -194,7 +194,7 @@ def test_flashqla_wheel_metadata(wheel: zipfile.ZipFile) -> None:
     # Ranges: an exact version would replace a user's torch or FLA.
     needs = [n for n in re.findall(r"Requires-Dist: (.+)", metadata) if "extra ==" not in n]
     names = {re.match(r"[\w-]+", need)[0] for need in needs}
-    assert names == {"torch", "fla-core", "triton", "packaging", "filelock", "tilelang"}
+    assert names == {"torch", "fla-core", "triton", "packaging", "filelock", "tqdm", "tilelang"}
     assert not any("==" in n.split(";")[0] for n in needs)
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import time
 from collections.abc import Callable, Iterable
@@ -11,6 +12,8 @@ from typing import Any
 
 from fla_flashqla import chunk, segments
 from fla_flashqla.plan import Plan
+
+KERNELS = ("prepare", "forward", "states", "reverse", "gradients", "segments", "combine")
 
 
 def plans(
@@ -55,19 +58,32 @@ def run(wanted: list[Plan], progress: Callable[[str], None]) -> dict[str, Any]:
             steps=list(builds),
         )
         start = time.perf_counter()
-        with ThreadPoolExecutor(len(builds)) as pool:
-            running = {pool.submit(build, plan): step for step, build in builds.items()}
-            for done in as_completed(running):
-                progress(f"{plan.dtype}, g {plan.g_dtype}, beta {plan.beta_dtype}: {running[done]}")
-        errors = [error for error in (x.exception() for x in running) if error is not None]
-        if errors:  # a compiler's message can be long: its cause stands in the last lines
-            error = errors[0]
+        error = _compile(plan, builds, progress)
+        if error is None:
+            row["seconds"] = round(time.perf_counter() - start, 2)
+        else:  # a compiler's message can be long: its cause stands in the last lines
             row["error"] = f"{type(error).__name__}: {str(error).strip()[-300:]}"
             record["ok"] = False
-        else:
-            row["seconds"] = round(time.perf_counter() - start, 2)
         record["plans"].append(row)
     from fla_flashqla.kernels import cache_folder
 
     record["cache"] = cache_folder()
     return record
+
+
+def _compile(
+    plan: Plan, builds: dict[str, Callable[[Plan], Any]], progress: Callable[[str], None]
+) -> BaseException | None:
+    """The first error, in the order of `builds`."""
+    try:
+        for (
+            name
+        ) in KERNELS:  # by one thread: threads that import parts of TileLang block each other
+            importlib.import_module(f"fla_flashqla.kernels.{name}")
+    except Exception as error:
+        return error
+    with ThreadPoolExecutor(len(builds)) as pool:
+        running = {pool.submit(build, plan): step for step, build in builds.items()}
+        for done in as_completed(running):
+            progress(f"{plan.dtype}, g {plan.g_dtype}, beta {plan.beta_dtype}: {running[done]}")
+    return next((x.exception() for x in running if x.exception() is not None), None)

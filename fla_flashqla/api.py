@@ -27,7 +27,7 @@ class FirstLaunchError(Exception):
     """A plan failed before it ever succeeded; it is refused from now on. Has the error as cause."""
 
 
-Place = tuple[int, int, int]  # splits, warps and device: each kernel of a step, loaded once
+Place = tuple[int, ...]  # variant of a step and device: each kernel is loaded once
 Key = tuple[str, ...]  # a step of a plan, and what is compiled together for it
 
 
@@ -96,7 +96,7 @@ def capturing() -> bool:
 def _obstacle(step: str, plan: Plan, device_index: int) -> str | None:
     """Why a step of a plan cannot run, else its kernels are built."""
     kernels = _kernels.get(plan.key(step))
-    place = plan.blocks(step), plan.warps, device_index
+    place = *plan.variant(step), device_index
     if (kernels is None or place not in kernels.proven) and capturing():
         return "kernels must have run before a CUDA graph is captured with them"
     refused = (kernels or _build(step, plan)).refused
@@ -144,7 +144,7 @@ def refuse(reason: str) -> NoReturn:
 
 
 def _place(step: str, plan: Plan, device: torch.device) -> Place:
-    return plan.blocks(step), plan.warps, arch.device_facts(device).device_index
+    return *plan.variant(step), arch.device_facts(device).device_index
 
 
 def _launch(

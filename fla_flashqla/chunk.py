@@ -369,7 +369,7 @@ def backward(
             assert initial_state is not None
             dh0 = q.new_empty(initial_state.shape, dtype=torch.float32)
     if chunks:
-        s, y = _states(plan, at, all_chunks, v_in, h0, unused, segment)
+        s, y = _states(plan, at, all_chunks, v_in, h0, unused)
     if chain:  # gradients of S behind each chunk, of v and of the initial state
         (kernels.reverse if plan.blocks("backward") == 1 else kernels.reverse_halves)(
             *(q_in, k_in, do, r, gates, cu, unused if dht is None else dht, ds, dv),
@@ -450,6 +450,7 @@ def states(
         *(_packed(k, -1, H, K), r, gates, at.cu_or(unused), (at.seqlen, at.cu_step, at.N)),
         (1, K) if state_v_first else (V, 1),
     )
+    plan = plan.without("backward_segments")
     return _states(plan, at, chunks, _packed(v, -1, HV, V), _flat(initial_state), unused)
 
 
@@ -460,18 +461,16 @@ def _states(
     v: torch.Tensor,
     h0: torch.Tensor | None,
     unused: torch.Tensor,
-    segment: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `states`, of what kernels read, or the states of segments of `segment` tokens."""
+    """As `states`, of what kernels read; `h0` are the states of segments where the plan cuts the backward."""
     k, r, gates, cu, lengths, strides = chunks
     (H, K), (tokens, HV, V) = k.shape[-2:], v.shape
     s, y = v.new_empty(at.slots, HV, V, K), torch.empty_like(v)
     kernels = build_backward(plan)
-    blocks = plan.backward_splits if segment else 1 if plan.states_whole else plan.splits
-    (kernels.states if blocks == 1 else kernels.states_halves)(
+    (kernels.states if plan.blocks("states") == 1 else kernels.states_halves)(
         *(k, v, r, gates, cu, unused if h0 is None else h0, s, y),
         *(*lengths, HV, HV // H, int(h0 is not None), *strides),
-        *_taken(plan, at, tokens, segment),
+        *_taken(plan, at, tokens, plan.backward_segment),
     )
     return s, y
 
@@ -488,5 +487,10 @@ def rehearse_backward(plan: Plan, device: torch.device) -> None:
     r = x.new_zeros(slots, 1, CHUNK, CHUNK)
     gates = x.new_zeros(slots, 1, 8, CHUNK, dtype=torch.float32)
     h0 = x.new_zeros(1, 1, 128, 128, dtype=torch.float32)
-    plan = replace(plan, splits=plan.blocks("backward"), backward_segment=0)
+    plan = replace(
+        plan,
+        splits=plan.blocks("backward"),
+        states_whole=plan.blocks("states") == 1,
+        backward_segment=0,
+    )
     backward(plan, x, x, x, r, gates, 1.0, h0, do=x, dht=h0)

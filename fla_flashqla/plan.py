@@ -65,7 +65,14 @@ class Plan:
         """Blocks that share the V columns of a value head in a step."""
         if step == "forward" and self.segment:
             return self.segment_splits
-        return self.backward_splits if step == "backward" and self.backward_segment else self.splits
+        if step in ("states", "backward") and self.backward_segment:
+            return self.backward_splits
+        return 1 if step == "states" and self.states_whole else self.splits
+
+    def variant(self, step: str) -> tuple[int, ...]:
+        """Which kernels of a step it takes, of those that are compiled together."""
+        states = (self.blocks("states"),) if step == "backward" else ()
+        return *states, self.blocks(step), self.warps
 
     @cached_property
     def _keys(self) -> dict[str, tuple[str, ...]]:
@@ -110,8 +117,9 @@ def splits(chains: int, sms: int) -> int:
 def states_whole(chains: int, sms: int) -> bool:
     """Whether `states.py` takes whole heads beside `reverse.py`, which takes halves.
 
-    Halves of both read k, R and the gates twice as often as L2 gives them for many chains (benchmarks/results, 8:32 against 4:16);
-    of the two, `states.py` has the shorter step.
+    Halves of both read k, R and the gates twice, for 32 chains more than L2 gives, as we infer: there whole heads in `states.py`, which has
+    the shorter step, are faster; for 16 chains halves run side by side as they are (benchmarks/results, 8:32 and 4:16). The bound in
+    between is a guess.
     """
     return chains > 24 and 3 * chains <= sms
 

@@ -5,15 +5,14 @@ from __future__ import annotations
 
 import importlib
 import itertools
+import pkgutil
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any
 
-from fla_flashqla import chunk, segments
+from fla_flashqla import chunk, kernels, segments
 from fla_flashqla.plan import Plan
-
-KERNELS = ("prepare", "forward", "states", "reverse", "gradients", "segments", "combine")
 
 
 def plans(
@@ -65,9 +64,7 @@ def run(wanted: list[Plan], progress: Callable[[str], None]) -> dict[str, Any]:
             row["error"] = f"{type(error).__name__}: {str(error).strip()[-300:]}"
             record["ok"] = False
         record["plans"].append(row)
-    from fla_flashqla.kernels import cache_folder
-
-    record["cache"] = cache_folder()
+    record["cache"] = kernels.cache_folder()
     return record
 
 
@@ -75,11 +72,9 @@ def _compile(
     plan: Plan, builds: dict[str, Callable[[Plan], Any]], progress: Callable[[str], None]
 ) -> BaseException | None:
     """The first error, in the order of `builds`."""
-    try:
-        for (
-            name
-        ) in KERNELS:  # by one thread: threads that import parts of TileLang block each other
-            importlib.import_module(f"fla_flashqla.kernels.{name}")
+    try:  # by one thread: threads that import parts of TileLang block each other
+        for module in pkgutil.iter_modules(kernels.__path__, f"{kernels.__name__}."):
+            importlib.import_module(module.name)
     except Exception as error:
         return error
     with ThreadPoolExecutor(len(builds)) as pool:

@@ -11,6 +11,7 @@ import torch
 
 from fla_flashqla import arch, chunk, chunk_gated_delta_rule
 from fla_flashqla.plan import CHUNK, Lengths, Plan
+from fla_flashqla.segments import SegmentKernels
 from fla_flashqla.testing import DIFFERENTIABLE, PARAMETERS, Case, make_inputs, relative_error
 
 SM90 = arch.DeviceFacts("cuda", -1, (9, 0), False, 132)
@@ -28,6 +29,16 @@ def small(**fields: Any) -> dict[str, Any]:
 def alike_lengths(tokens: int, N: int) -> tuple[Lengths, ...]:
     chunks = -(-tokens // (N * CHUNK))
     return (Lengths(N, chunks, chunks),)
+
+
+def fitting_segments(dtype: str, seen: list[str]) -> SegmentKernels:
+    """Those of `SegmentKernels`, as `fitting` makes them."""
+    from fla_flashqla.kernels import combine, segments
+
+    return SegmentKernels(
+        fitting("segments", segments.segments_kernel(dtype), seen),
+        fitting("combine", combine.combine_kernel(), seen),
+    )
 
 
 def any_sign(beta: torch.Tensor) -> torch.Tensor:

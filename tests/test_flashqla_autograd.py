@@ -321,6 +321,26 @@ def test_flashqla_backward_while_a_graph_is_captured(monkeypatch: pytest.MonkeyP
     o.sum().backward()
 
 
+def test_flashqla_states_of_another_size_while_a_graph_is_captured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whole heads in the states are a kernel of their own."""
+    x = make_inputs(Case(T=3))
+    for whole in (False, True):
+
+        def planned(call: Any, whole: bool = whole) -> Any:
+            return replace(plan(call), states_whole=whole)
+
+        monkeypatch.setattr(api, "plan", planned)
+        monkeypatch.setattr(api, "capturing", lambda: True)
+        with pytest.raises(fla_flashqla.Unsupported, match="captured"):
+            chunk_gated_delta_rule(**trained(x))
+        monkeypatch.setattr(api, "capturing", lambda: False)
+        chunk_gated_delta_rule(**trained(x))
+        monkeypatch.setattr(api, "capturing", lambda: True)
+        chunk_gated_delta_rule(**trained(x))
+
+
 def test_flashqla_forward_that_fails_at_its_first_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     """The error comes through autograd as it comes without."""
     kernels = kernel_models.FORWARD._replace(forward_halves=broken)

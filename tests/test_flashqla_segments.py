@@ -12,7 +12,16 @@ import kernel_models
 import pytest
 import torch
 from gpu_helpers import LAYER, poisoned_memory
-from model_helpers import EXACT, PLAN, alike_lengths, compare, fitting, gradients, small
+from model_helpers import (
+    EXACT,
+    PLAN,
+    alike_lengths,
+    compare,
+    fitting,
+    fitting_segments,
+    gradients,
+    small,
+)
 
 import fla_flashqla
 from fla_flashqla import (
@@ -363,14 +372,10 @@ def test_flashqla_segments_launches_fit_the_kernels(
     dtype: str, shares: int, monkeypatch: pytest.MonkeyPatch, launched: list[str]
 ) -> None:
     pytest.importorskip("tilelang", reason="needs TileLang")
-    from fla_flashqla.kernels import combine, forward
-    from fla_flashqla.kernels import segments as source
+    from fla_flashqla.kernels import forward
 
     seen: list[str] = []
-    cut = segments.SegmentKernels(
-        fitting("segments", source.segments_kernel(dtype), seen),
-        fitting("combine", combine.combine_kernel(), seen),
-    )
+    cut = fitting_segments(dtype, seen)
     whole, halves = (fitting("forward", forward.forward_kernel(dtype, n), seen) for n in (2, 1))
     models = kernel_models.FORWARD._replace(forward=whole, forward_halves=halves)
     monkeypatch.setattr(segments, "build", lambda plan: cut)

@@ -18,6 +18,7 @@ from model_helpers import (
     any_sign,
     compare,
     fitting,
+    fitting_segments,
     gradients,
     small,
 )
@@ -336,14 +337,10 @@ def test_flashqla_segments_backward_launches_fit_the_kernels(
     dtype: str, shares: int, monkeypatch: pytest.MonkeyPatch, launched: list[str]
 ) -> None:
     pytest.importorskip("tilelang", reason="needs TileLang")
-    from fla_flashqla.kernels import combine, reverse, states
-    from fla_flashqla.kernels import segments as source
+    from fla_flashqla.kernels import reverse, states
 
     seen: list[str] = []
-    cut = segments.SegmentKernels(
-        fitting("segments", source.segments_kernel(dtype), seen),
-        fitting("combine", combine.combine_kernel(), seen),
-    )
+    cut = fitting_segments(dtype, seen)
     ends = segments.ReverseSegmentKernels(
         fitting("reverse_segments", reverse.reverse_kernel(dtype, local=True), seen),
     )

@@ -4,8 +4,9 @@
 import pytest
 import test_flashqla_activations_gpu as activations
 import torch
-from gpu_helpers import DEVICE, ROWS, planner
+from gpu_helpers import DEVICE, LAYER, ROWS, planner
 from test_flashqla_backward import assert_same, beside_its_model, check, compare, run, trained
+from test_flashqla_segments_gpu import DTYPE, GATES, LENS, MODE, inputs
 
 from fla_flashqla import api, chunk, reference, segments
 from fla_flashqla.call import describe
@@ -13,24 +14,12 @@ from fla_flashqla.plan import plan
 from fla_flashqla.testing import (
     DIFFERENTIABLE,
     GRADIENT_BOUNDS,
-    Case,
-    make_inputs,
     make_output_gradients,
     oracle_gradients,
     relative_error,
 )
 
 pytestmark = [pytest.mark.gpu, pytest.mark.sm90, pytest.mark.fla]
-
-DTYPE = pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-GATES = pytest.mark.parametrize("gates", ["strong", "mild", "zero", "published"])
-MODE = pytest.mark.parametrize("mode", ["exact", "auto"])
-LENS = (0, 1, 63, 0, 0, 64, 65, 127, 128, 129, 700, 0)
-LAYER = {"raw_g": "bias", "raw_beta": 2, "l2norm": True, "state_v_first": True}  # of FLA
-
-
-def inputs(seed=0, **fields):
-    return make_inputs(Case(**fields), DEVICE, seed)
 
 
 @pytest.fixture

@@ -69,10 +69,14 @@ class Plan:
             return self.backward_splits
         return 1 if step == "states" and self.states_whole else self.splits
 
+    @cached_property
+    def _variants(self) -> dict[str, tuple[int, ...]]:
+        states = {"backward": (self.blocks("states"),)}
+        return {step: (*states.get(step, ()), self.blocks(step), self.warps) for step in STEPS}
+
     def variant(self, step: str) -> tuple[int, ...]:
         """Which kernels of a step it takes, of those that are compiled together."""
-        states = (self.blocks("states"),) if step == "backward" else ()
-        return *states, self.blocks(step), self.warps
+        return self._variants[step]
 
     @cached_property
     def _keys(self) -> dict[str, tuple[str, ...]]:

@@ -14,7 +14,7 @@ import torch
 from fla_flashqla import arch, autograd, chunk, env, reference, report, segments
 from fla_flashqla.activations import NONE, Activations
 from fla_flashqla.call import Unsupported, describe
-from fla_flashqla.layout import Layout
+from fla_flashqla.layout import Layout, Packed
 from fla_flashqla.plan import Plan, Reference, Refusal, plan
 from fla_flashqla.report import logger
 
@@ -265,12 +265,20 @@ def states(plan: Plan, at: Layout, k: torch.Tensor, *args: Any) -> torch.Tensor:
     return chunk.states(plan, at, k, *args)[0]
 
 
-def backward(plan: Plan, q: torch.Tensor, *args: Any) -> chunk.Gradients:
+def backward(
+    plan: Plan,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens: torch.Tensor | None,
+    *args: Any,
+) -> chunk.Gradients:
     """`chunk.backward`, counted."""
     plan = _rehearsed(plan, q.device)
+    packed = Packed.of(q, k, v, cu_seqlens)
     launch: Callable[..., chunk.Gradients] = _launch
     gradients = _without_fallback(
-        launch, "backward", plan, q.device, chunk.backward, plan, q, *args
+        launch, "backward", plan, q.device, chunk.backward, plan, packed, *args
     )
     report.ran(plan.path("backward"))
     return gradients

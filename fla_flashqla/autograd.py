@@ -10,7 +10,8 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from fla_flashqla import chunk, report
-from fla_flashqla.activations import Activations
+from fla_flashqla.activations import NONE, Activations
+from fla_flashqla.layout import Packed
 from fla_flashqla.plan import Plan
 
 Gradient = torch.Tensor | None
@@ -32,9 +33,9 @@ class Call(NamedTuple):
 class GatedDeltaRule(torch.autograd.Function):
     """`Call.answer` with `chunk.backward` as its derivative; the arguments behind the call are those of `chunk.Needs`.
 
-    Beside inputs it keeps `r` and `gates` of `chunk.Forward`: 160 bytes a token and value head (128 and 32), chunks being
-    filled up, and as much as one chunk a sequence and one more. g and beta are in `gates` and kept only where they are made from
-    what was given for them. As FLA's function it casts nothing under autocast, and what it runs does not depend on that.
+    Beside inputs, of which q, k and v are as `Packed` has them, it keeps `r` and `gates` of `chunk.Forward`: 160 bytes a token and
+    value head (128 and 32), chunks being filled up, and as much as one chunk a sequence and one more. g and beta are in `gates` and
+    kept only where they are made from what was given for them. As FLA's function it casts nothing under autocast, and what it runs does not depend on that.
     """
 
     @staticmethod
@@ -50,39 +51,54 @@ class GatedDeltaRule(torch.autograd.Function):
         A_log: torch.Tensor | None,
         dt_bias: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        o, final_state, r, gates = call.answer(
+        o, final_state, r, gates, packed = call.answer(
             *(call.plan, q, k, v, g, beta, call.scale, initial_state, call.output_final_state),
             *(call.use_qk_l2norm_in_kernel, call.state_v_first, call.cu_seqlens),
-            Activations(A_log, dt_bias, call.sigmoid),
+            _activations(A_log, dt_bias, call.sigmoid),
         )
+        q, k, v, cu, at = packed
         raw = None if A_log is None else g, beta if call.sigmoid else None
+        varlen = call.cu_seqlens is not None  # a change of boundaries is seen where they are saved
+        ctx.call = call._replace(cu_seqlens=None) if varlen else call
+        ctx.at = at._replace(cu=None) if varlen else at
+        ctx.unread_cu = None if varlen else cu
         ctx.save_for_backward(
-            q, k, v, r, gates, initial_state, call.cu_seqlens, A_log, dt_bias, *raw
+            *(q, k, v, cu if varlen else None, r, gates, initial_state, A_log, dt_bias, *raw)
         )
         ctx.set_materialize_grads(False)
-        ctx.call = call._replace(cu_seqlens=None)  # which is saved
         return o, final_state
 
     @staticmethod
     def backward(ctx: Any, do: Gradient, dht: Gradient) -> tuple[Gradient, ...]:
+        if not torch.is_grad_enabled():
+            return _backward(ctx, do, dht)
         # `once_differentiable` refuses a second derivative only where one of its arguments requires a gradient, and
         # do seldom does: it shall do so always.
-        always = torch.zeros(0, requires_grad=True) if torch.is_grad_enabled() else None
-        gradients: tuple[Gradient, ...] = _backward(ctx, do, dht, always)
+        always = torch.zeros(0, requires_grad=True)
+        gradients: tuple[Gradient, ...] = _backward_once(ctx, do, dht, always)
         return gradients
 
 
-@once_differentiable
-def _backward(ctx: Any, do: Gradient, dht: Gradient, _: Gradient) -> tuple[Gradient, ...]:
-    q, k, v, r, gates, initial_state, cu_seqlens, A_log, dt_bias, g, beta = ctx.saved_tensors
+def _activations(
+    A_log: torch.Tensor | None, dt_bias: torch.Tensor | None, sigmoid: float
+) -> Activations:
+    return NONE if A_log is None and not sigmoid else Activations(A_log, dt_bias, sigmoid)
+
+
+def _backward(ctx: Any, do: Gradient, dht: Gradient, _: Gradient = None) -> tuple[Gradient, ...]:
+    q, k, v, cu, r, gates, initial_state, A_log, dt_bias, g, beta = ctx.saved_tensors
     call: Call = ctx.call
+    packed = Packed(q, k, v, ctx.unread_cu if cu is None else cu, ctx.at)
     gradients = chunk.backward(
-        *(call.plan, q, k, v, r, gates, call.scale, initial_state),
-        *(call.use_qk_l2norm_in_kernel, call.state_v_first, cu_seqlens, do, dht),
+        *(call.plan, packed, r, gates, call.scale, initial_state),
+        *(call.use_qk_l2norm_in_kernel, call.state_v_first, do, dht),
         chunk.Needs._make(ctx.needs_input_grad[1:]),
-        Activations(A_log, dt_bias, call.sigmoid),
+        _activations(A_log, dt_bias, call.sigmoid),
         *(g, beta),
     )
     if do is not None or dht is not None:
         report.ran(call.plan.path("backward"))
     return None, *gradients
+
+
+_backward_once = once_differentiable(_backward)

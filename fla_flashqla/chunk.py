@@ -10,7 +10,7 @@ import torch
 
 from fla_flashqla import arch, l2norm, segments
 from fla_flashqla.activations import NONE, Activations
-from fla_flashqla.layout import CHUNK, Layout
+from fla_flashqla.layout import CHUNK, Layout, Packed, packed_as
 
 if TYPE_CHECKING:
     from fla_flashqla.plan import Plan
@@ -95,21 +95,19 @@ def build_backward(plan: Plan) -> BackwardKernels:
     return kernels
 
 
-def _packed(x: torch.Tensor, *shape: int) -> torch.Tensor:
-    """`x` as TMA can read it, contiguous and 16-byte aligned, viewed as `shape`."""
-    x = x.contiguous()
-    return (x if x.data_ptr() % 16 == 0 else x.clone()).view(*shape)
-
-
 def _flat(x: torch.Tensor | None) -> torch.Tensor | None:
     """States as kernels read them."""
-    return None if x is None else x.float().contiguous().view(-1)
+    if x is None:
+        return None
+    return (x if x.dtype == torch.float32 else x.float()).contiguous().view(-1)
 
 
 def prepare(
     plan: Plan,
     at: Layout,
-    buffer: torch.Tensor,
+    r: torch.Tensor,
+    gates: torch.Tensor,
+    unused: torch.Tensor,
     cu: torch.Tensor,
     q: torch.Tensor,
     k: torch.Tensor,
@@ -120,33 +118,30 @@ def prepare(
     normalize_q: bool = False,
     normalize_k: bool = False,
     activations: Activations = NONE,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> None:
     """Launch the state-independent part.
 
     Args:
-        buffer (torch.Tensor):
-            Flat, float32, of `Layout.words`: what is made goes there.
+        r, gates (torch.Tensor):
+            R `[slots, HV, 64, 64]` and gates `[slots, HV, 8, 64]`, which this fills: what is known of the chunks before any state, see
+            kernels/prepare.py.
+        unused (torch.Tensor):
+            Flat, float32: stands in for what there is not.
         cu (torch.Tensor):
             Boundaries, or what stands in for them.
         q, k, g, beta, o (torch.Tensor):
             `[tokens, H, 128]`, `[tokens, HV]` and `[tokens, HV, 128]` as kernels read them; rows of o behind the last boundary become 0.
         normalize_q, normalize_k (bool):
             Whether q and k are normalised.
-
-    Returns:
-        What is known of the chunks before any state, see kernels/prepare.py: R `[slots, HV, 64, 64]` and gates `[slots, HV, 8, 64]`,
-        which fill one storage.
     """
     H, HV = q.shape[1], g.shape[1]
-    r, gates = at.split(buffer, HV, q.dtype)
-    A_log, dt_bias, *raw = activations.arguments(buffer)
+    A_log, dt_bias, *raw = activations.arguments(unused)
     kernels = build(plan)
     (kernels.prepare if plan.warps == 4 else kernels.prepare_single)(
         *(q, k, g, beta, A_log, dt_bias, cu, r, gates, o),
         *(scale, at.seqlen, at.cu_step, at.N, H, HV // H, int(normalize_q), int(normalize_k)),
         *(int(plan.gradients), *raw),
     )
-    return r, gates
 
 
 class Forward(NamedTuple):
@@ -156,6 +151,7 @@ class Forward(NamedTuple):
     final_state: torch.Tensor | None
     r: torch.Tensor
     gates: torch.Tensor
+    packed: Packed
 
 
 def forward(
@@ -172,6 +168,7 @@ def forward(
     state_v_first: bool = False,
     cu_seqlens: torch.Tensor | None = None,
     activations: Activations = NONE,
+    kept: torch.Tensor | None = None,
 ) -> Forward:
     """Launch the forward pass on the current stream of the tensors' device, without waiting for it.
 
@@ -192,81 +189,77 @@ def forward(
             Boundaries `[N + 1]`, int32 or int64, on the same device.
         activations (Activations):
             What to make of g and beta. Default: nothing.
+        kept (torch.Tensor, Optional):
+            Flat, float32, of `Layout.words`: where to put what `backward` needs. Default: anywhere.
 
     Returns:
         o `[B, T, HV, V]` in q's dtype; the final state in float32, laid out as `initial_state`, or `None`; what
-        `backward` needs of the preparation.
+        `backward` needs of the preparation and of the inputs.
     """
     if torch.cuda.current_device() != q.device.index:
         with torch.cuda.device(q.device):
             return forward(
                 plan, q, k, v, g, beta, scale, initial_state, output_final_state,
-                use_qk_l2norm_in_kernel, state_v_first, cu_seqlens, activations,
+                use_qk_l2norm_in_kernel, state_v_first, cu_seqlens, activations, kept,
             )  # fmt: skip
     B, T, H, K = q.shape
-    HV, V = v.shape[2:]
+    _, _, HV, V = v.shape
     tokens = B * T
     # The recurrence starts while the kernel before it still runs: between the launches nothing may be copied, allocated or freed
     # (what `segments` launches waits for all before it).
-    q, k, v = _packed(q, tokens, H, K), _packed(k, tokens, H, K), _packed(v, tokens, HV, V)
+    packed = Packed.of(q, k, v, cu_seqlens)
+    q, k, v, cu, at = packed
     g, beta = g.contiguous().view(tokens, HV), beta.contiguous().view(tokens, HV)
     activations = activations.packed()
     h0 = _flat(initial_state)
-    at = Layout.of(B, T, cu_seqlens)
     normalize_k = use_qk_l2norm_in_kernel
     if normalize_k and plan.dtype == "float16":
         # The kernels multiply U by 1 / |k| and round it: float16 has no such small numbers for long keys.
         k, normalize_k = l2norm.forward(k), False
+    o = v.new_empty(tokens, HV, V)
+    r, gates = at.empty(q, HV) if kept is None else at.split(kept, HV, q.dtype)
+    unused = gates.view(-1)  # also where there is nothing
     final_state = None
     if output_final_state:
         sizes = (V, K) if state_v_first else (K, V)
-        final_state = q.new_empty(at.N, HV, *sizes, dtype=torch.float32)
-    o = torch.empty_like(v)
+        final_state = gates.new_empty(at.N, HV, *sizes)
+    lengths = at.seqlen, at.cu_step, at.N
     normalize = use_qk_l2norm_in_kernel, normalize_k
-    unused = q.new_empty(at.words(HV, q.dtype), dtype=torch.float32)  # also where there is nothing
-    cu, lengths = at.cu_or(unused), (at.seqlen, at.cu_step, at.N)
-    r, gates = prepare(
-        *(plan, at, unused, cu, q, k, g, beta, o, abs(scale), *normalize, activations)
+    prepare(
+        *(plan, at, r, gates, unused, cu, q, k, g, beta, o, abs(scale), *normalize, activations)
     )
     strides = (1, K) if state_v_first else (V, 1)
     if plan.segment:
         h0 = segments.starts(plan, segments.Chunks(k, r, gates, cu, lengths, strides), v, h0)
     kernels = build(plan)
     (kernels.forward if plan.blocks("forward") == 1 else kernels.forward_halves)(
-        *(q, k, v, r, gates, cu),
-        unused if h0 is None else h0,
-        o,
+        *(q, k, v, r, gates, cu, unused if h0 is None else h0, o),
         unused if final_state is None else final_state.view(-1),
         *(*lengths, HV, HV // H, int(h0 is not None), int(output_final_state), *strides),
         *_taken(plan, at, tokens, plan.segment),
     )
     if scale < 0:  # the kernels take its logarithm
         o.neg_()
-    return Forward(o.view(B, T, HV, V), final_state, r, gates)
+    return Forward(o.view(B, T, HV, V), final_state, r, gates, packed)
 
 
 class Needs(NamedTuple):
     """The inputs whose gradients are asked for."""
 
-    q: bool = True
-    k: bool = True
-    v: bool = True
-    g: bool = True
-    beta: bool = True
-    initial_state: bool = True
-    A_log: bool = True
-    dt_bias: bool = True
+    q: bool
+    k: bool
+    v: bool
+    g: bool
+    beta: bool
+    initial_state: bool
+    A_log: bool
+    dt_bias: bool
 
-    def of(self, initial_state: torch.Tensor | None, activations: Activations) -> Needs:
-        """Only of what there is."""
-        return self._replace(
-            initial_state=self.initial_state and initial_state is not None,
-            A_log=self.A_log and activations.A_log is not None,
-            dt_bias=self.dt_bias and activations.dt_bias is not None,
-        )
-
-
-ALL = Needs()
+    @classmethod
+    def of(cls, initial_state: torch.Tensor | None, activations: Activations) -> Needs:
+        """All that there are."""
+        parameters = (x is not None for x in activations[:2])
+        return cls(True, True, True, True, True, initial_state is not None, *parameters)
 
 
 class Gradients(NamedTuple):
@@ -284,19 +277,16 @@ class Gradients(NamedTuple):
 
 def backward(
     plan: Plan,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    packed: Packed,
     r: torch.Tensor,
     gates: torch.Tensor,
     scale: float,
     initial_state: torch.Tensor | None = None,
     use_qk_l2norm_in_kernel: bool = False,
     state_v_first: bool = False,
-    cu_seqlens: torch.Tensor | None = None,
     do: torch.Tensor | None = None,
     dht: torch.Tensor | None = None,
-    needs: Needs = ALL,
+    needs: Needs | None = None,
     activations: Activations = NONE,
     g: torch.Tensor | None = None,
     beta: torch.Tensor | None = None,
@@ -307,90 +297,88 @@ def backward(
     `reverse` makes.
 
     Args:
-        plan, q, k, v, scale, initial_state, use_qk_l2norm_in_kernel, state_v_first, cu_seqlens:
+        plan, scale, initial_state, use_qk_l2norm_in_kernel, state_v_first:
             As `forward` got them.
-        r, gates (torch.Tensor):
+        packed, r, gates:
             What `forward` returned.
         do (torch.Tensor, Optional):
             Gradient of o, any strides. Default: `None` (zero).
         dht (torch.Tensor, Optional):
             Gradient of the final state, any strides. Default: `None` (zero).
         needs (Needs):
-            The gradients to compute; those of optional inputs only where there are any. Default: all.
+            The gradients to compute, none of what there is not. Default: all others.
         activations (Activations):
             As `forward` got them.
         g, beta (torch.Tensor, Optional):
             As `forward` got them; read where `activations` says what was made of them.
     """
+    q, k, v, cu, at = packed
     if torch.cuda.current_device() != q.device.index:
         with torch.cuda.device(q.device):
             return backward(
-                plan, q, k, v, r, gates, scale, initial_state, use_qk_l2norm_in_kernel, state_v_first, cu_seqlens,
+                plan, packed, r, gates, scale, initial_state, use_qk_l2norm_in_kernel, state_v_first,
                 do, dht, needs, activations, g, beta,
             )  # fmt: skip
-    needs = needs.of(initial_state, activations)
+    needs = Needs.of(initial_state, activations) if needs is None else needs
     gating = needs.g or needs.beta or needs.A_log or needs.dt_bias
     chunks = needs.q or needs.k or gating  # what chunks compute side by side
     chain = needs.k or needs.v or gating or needs.initial_state
     if (do is None and dht is None) or not (chunks or chain):
         return Gradients()
-    B, T, H, K = q.shape
-    HV, V = v.shape[2:]
-    tokens = B * T
-    at = Layout.of(B, T, cu_seqlens)
+    (tokens, H, K), (_, HV, V) = q.shape, v.shape
+    # as q is shaped: B and T
+    B, T = (at.N, at.seqlen) if at.seqlen else (1, tokens)
     unused = gates.view(-1)
-    cu = at.cu_or(unused)
     lengths = at.seqlen, at.cu_step, at.N
     strides = (1, K) if state_v_first else (V, 1)
     kernels = build_backward(plan)
 
     normalize = use_qk_l2norm_in_kernel
     ahead = normalize and plan.dtype == "float16"  # as in `forward`
-    q_in = _packed(q, tokens, H, K)
-    k_in = _packed(l2norm.forward(k) if ahead else k, tokens, H, K)
-    do = q.new_zeros(tokens, HV, V) if do is None else _packed(do, tokens, HV, V)
+    k_in = l2norm.forward(k) if ahead else k
+    do = q.new_zeros(tokens, HV, V) if do is None else packed_as(do, tokens, HV, V)
     if scale < 0:  # as in `forward`
         scale, do = -scale, -do
 
-    v_in = _packed(v, tokens, HV, V) if chunks else do
+    v_in = v if chunks else do
     h0 = _flat(initial_state) if chunks else None
     dht = _flat(dht) if chain else None
     ds = q.new_empty(at.slots, HV, V, K) if chain else None
     segment = plan.backward_segment
     all_chunks = segments.Chunks(k_in, r, gates, cu, lengths, strides)
     if segment:
-        h0, dht = segments.boundaries(plan, all_chunks, q_in, v_in, do, h0, dht, ds, chunks)
+        h0, dht = segments.boundaries(plan, all_chunks, q, v_in, do, h0, dht, ds, chunks)
     # The two recurrences run side by side: between their launches nothing may be copied or allocated.
     dh0 = None
     if chain:
         # `gradients` zeroes the rows behind the last boundary, here too
-        dv = (q.new_empty if chunks or cu_seqlens is None else q.new_zeros)(tokens, HV, V)
+        dv = (q.new_empty if chunks or at.seqlen else q.new_zeros)(tokens, HV, V)
         if needs.initial_state:
             assert initial_state is not None
-            dh0 = q.new_empty(initial_state.shape, dtype=torch.float32)
+            dh0 = gates.new_empty(*initial_state.shape)
     if chunks:
         s, y = _states(plan, at, all_chunks, v_in, h0, unused)
     if chain:  # gradients of S behind each chunk, of v and of the initial state
         (kernels.reverse if plan.blocks("backward") == 1 else kernels.reverse_halves)(
-            *(q_in, k_in, do, r, gates, cu, unused if dht is None else dht, ds, dv),
+            *(q, k_in, do, r, gates, cu, unused if dht is None else dht, ds, dv),
             unused if dh0 is None else dh0.view(-1),
             *(*lengths, HV, HV // H, int(dht is not None), int(dh0 is not None), *strides),
             *(*_taken(plan, at, tokens, segment), 0.0, int(chunks)),
         )
     else:
         ds, dv = s, y  # of the right shape, and finite
-    if dh0 is not None and initial_state is not None:
+    if dh0 is not None and initial_state is not None and initial_state.dtype != dh0.dtype:
         dh0 = dh0.to(initial_state.dtype)
 
     if not chunks:
-        return Gradients(v=dv.view(v.shape) if needs.v else None, initial_state=dh0)
+        return Gradients(v=dv.view(B, T, HV, V) if needs.v else None, initial_state=dh0)
     dq, dk = q.new_empty(tokens, H, K), q.new_empty(tokens, H, K)
     dg = q.new_empty(tokens, HV, dtype=getattr(torch, plan.g_dtype))
     dbeta = q.new_empty(tokens, HV, dtype=getattr(torch, plan.beta_dtype))
     A_log, dt_bias, raw_g, raw_beta = activations.arguments(unused)
     shares = gates.new_empty(at.slots, 2, HV) if raw_g else gates.view(-1, 2, HV)  # or a stand-in
     kernels.gradients(
-        q_in,
+        q,
         k_in,
         do,
         dv,
@@ -412,17 +400,16 @@ def backward(
         *(raw_g, raw_beta),
         min(at.slots * H, arch.device_facts(q.device).sms),  # blocks that share the work
     )
-    dk = dk.view(B, T, H, K)
+    if ahead:
+        dk = l2norm.backward(k, dk)
     dA_log, ddt_bias = activations.gradients(shares, needs.A_log, needs.dt_bias)
     return Gradients(
-        q=dq.view(B, T, H, K) if needs.q else None,
-        k=(l2norm.backward(k, dk) if ahead else dk) if needs.k else None,
-        v=dv.view(B, T, HV, V) if needs.v else None,
-        g=dg.view(B, T, HV) if needs.g else None,
-        beta=dbeta.view(B, T, HV) if needs.beta else None,
-        initial_state=dh0,
-        A_log=dA_log,
-        dt_bias=ddt_bias,
+        dq.view(B, T, H, K) if needs.q else None,
+        dk.view(B, T, H, K) if needs.k else None,
+        dv.view(B, T, HV, V) if needs.v else None,
+        dg.view(B, T, HV) if needs.g else None,
+        dbeta.view(B, T, HV) if needs.beta else None,
+        *(dh0, dA_log, ddt_bias),
     )
 
 
@@ -447,11 +434,11 @@ def states(
     (H, K), (HV, V) = k.shape[-2:], v.shape[-2:]
     unused = gates.view(-1)
     chunks = segments.Chunks(
-        *(_packed(k, -1, H, K), r, gates, at.cu_or(unused), (at.seqlen, at.cu_step, at.N)),
+        *(packed_as(k, -1, H, K), r, gates, at.cu_or(unused), (at.seqlen, at.cu_step, at.N)),
         (1, K) if state_v_first else (V, 1),
     )
     plan = plan.without("backward_segments")
-    return _states(plan, at, chunks, _packed(v, -1, HV, V), _flat(initial_state), unused)
+    return _states(plan, at, chunks, packed_as(v, -1, HV, V), _flat(initial_state), unused)
 
 
 def _states(
@@ -465,7 +452,7 @@ def _states(
     """As `states`, of what kernels read; `h0` are the states of segments where the plan cuts the backward."""
     k, r, gates, cu, lengths, strides = chunks
     (H, K), (tokens, HV, V) = k.shape[-2:], v.shape
-    s, y = v.new_empty(at.slots, HV, V, K), torch.empty_like(v)
+    s, y = v.new_empty(at.slots, HV, V, K), v.new_empty(tokens, HV, V)
     kernels = build_backward(plan)
     (kernels.states if plan.blocks("states") == 1 else kernels.states_halves)(
         *(k, v, r, gates, cu, unused if h0 is None else h0, s, y),
@@ -483,7 +470,8 @@ def _taken(plan: Plan, at: Layout, tokens: int, segment: int) -> tuple[int, int,
 def rehearse_backward(plan: Plan, device: torch.device) -> None:
     """Launch the kernels of the backward pass once, on one token: if they cannot run, that shows before a call needs them."""
     x = torch.zeros(1, 1, 1, 128, dtype=getattr(torch, plan.dtype), device=device)
-    slots = Layout.of(1, 1, None).slots
+    packed = Packed.of(x, x, x, None)
+    slots = packed.at.slots
     r = x.new_zeros(slots, 1, CHUNK, CHUNK)
     gates = x.new_zeros(slots, 1, 8, CHUNK, dtype=torch.float32)
     h0 = x.new_zeros(1, 1, 128, 128, dtype=torch.float32)
@@ -493,4 +481,4 @@ def rehearse_backward(plan: Plan, device: torch.device) -> None:
         states_whole=plan.blocks("states") == 1,
         backward_segment=0,
     )
-    backward(plan, x, x, x, r, gates, 1.0, h0, do=x, dht=h0)
+    backward(plan, packed, r, gates, 1.0, h0, do=x, dht=h0)

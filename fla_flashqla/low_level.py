@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fla_flashqla import api, reference, report
+from fla_flashqla.activations import NONE
 from fla_flashqla.layout import CHUNK, GATE_GC, Layout
 from fla_flashqla.plan import Plan, Refusal
 from fla_flashqla.utils import prepare_chunk_indices
@@ -104,13 +105,14 @@ def chunk_gated_delta_rule_fwd(
             api.refuse(
                 "output_h with cu_seqlens waits for the device, which a captured CUDA graph cannot"
             )
-        o, final_state, r, gates = api.forward(
+        at = Layout.of(q.shape[0], q.shape[1], cu_seqlens)
+        A = q.new_empty(4 * at.words(v.shape[2], q.dtype), dtype=torch.uint8)
+        o, final_state, r, gates, _ = api.forward(
             *(decision, q, k, v, g, beta, _scale(q, scale), initial_state),
             *(bool(output_final_state), False, bool(state_v_first), cu_seqlens),
+            *(NONE, A.view(torch.float32)),
         )
-        A = q.new_empty(0, dtype=torch.uint8).set_(r.untyped_storage())
         if output_h:
-            at = Layout.of(q.shape[0], q.shape[1], cu_seqlens)
             s = api.states(decision, at, k, v, r, gates, initial_state, bool(state_v_first))
             slots = _chunk_slots(q, cu_seqlens)
             h = (s if state_v_first else s.mT).index_select(0, slots.flatten())
@@ -192,16 +194,10 @@ def chunk_gated_delta_rule_bwd(
     found: dict[str, Any]
     if isinstance(decision, Plan):
         found = api.backward(
-            *(
-                decision,
-                q,
-                k,
-                v,
-                *at.split(A.view(torch.float32), HV, q.dtype),
-                _scale(q, scale),
-                initial_state,
-            ),
-            *(False, bool(state_v_first), cu_seqlens, do.to(q.dtype), dht),
+            *(decision, q, k, v, cu_seqlens),
+            *at.split(A.view(torch.float32), HV, q.dtype),
+            *(_scale(q, scale), initial_state),
+            *(False, bool(state_v_first), do.to(q.dtype), dht),
         )._asdict()
     else:
         call = dict(zip(("q", "k", "v", "g", "beta", "scale", "initial_state"), args, strict=True))

@@ -208,12 +208,12 @@ def _forward(*args: Any) -> tuple[torch.Tensor, ...]:
     call = x.call()
     decision = api.decide((), call, x.gradients)
     if x.gradients and isinstance(decision, Plan):
-        o, final_state, r, gates = api.forward(
+        kept = x.q.new_empty(x.words(), dtype=torch.float32)
+        o, final_state, *_ = api.forward(
             *(decision, x.q, x.k, x.v, x.g, x.beta, x.scale_of_q(), x.initial_state),
             *(x.output_final_state, x.use_qk_l2norm_in_kernel, x.state_v_first, x.cu_seqlens),
-            x.activations(),
+            *(x.activations(), kept),
         )
-        kept = gates.new_empty(0).set_(r.untyped_storage())
     else:
         o, final_state = api.answer(decision, (), call)
         kept = x.q.new_zeros(x.words(), dtype=torch.float32)
@@ -254,9 +254,10 @@ def _backward(
     found: dict[str, Any]
     if isinstance(decision, Plan):
         found = api.backward(
-            *(decision, x.q, x.k, x.v, *x.layout().split(kept, x.v.shape[2], x.q.dtype)),
+            *(decision, x.q, x.k, x.v, x.cu_seqlens),
+            *x.layout().split(kept, x.v.shape[2], x.q.dtype),
             *(x.scale_of_q(), x.initial_state, x.use_qk_l2norm_in_kernel, x.state_v_first),
-            *(x.cu_seqlens, do, dht, Needs(*needs), x.activations(), x.g, x.beta),
+            *(do, dht, Needs(*needs), x.activations(), x.g, x.beta),
         )._asdict()
         for name in reference.PARAMETERS:  # rows of one tensor
             found[name] = None if found[name] is None else found[name].clone()

@@ -25,7 +25,10 @@ def prepared(x, lens, warps):
     plan = dataclasses.replace(plan, warps=warps, gradients=True)
     with poisoned_memory():
         o = torch.empty_like(v)
-        r, gates = chunk.prepare(plan, at, q, k, g, beta, o, 0.5, normalize, normalize)
+        r, gates = at.empty(q, g.shape[1])
+        unused = gates.view(-1)
+        given = plan, at, r, gates, unused, at.cu_or(unused), q, k, g, beta, o
+        chunk.prepare(*given, 0.5, normalize, normalize)
     slots, bos = [], 0
     for n, length in enumerate(lens):
         slots += [bos // C + n + i for i in range(-(-length // C))]

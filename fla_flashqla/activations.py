@@ -25,10 +25,12 @@ class Activations(NamedTuple):
     sigmoid: float = 0.0
 
     def packed(self) -> Activations:
-        """With parameters as kernels read them, float32 and flat."""
+        """With parameters as kernels read them, float32 and four-dimensional."""
         if self.A_log is None:
             return self
-        A_log, dt_bias = (None if x is None else x.float().contiguous().view(-1) for x in self[:2])
+        A_log, dt_bias = (
+            None if x is None else x.float().contiguous().view(1, 1, 1, -1) for x in self[:2]
+        )
         return self._replace(A_log=A_log, dt_bias=dt_bias)
 
     def arguments(self, unused: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int, float]:
@@ -41,7 +43,7 @@ class Activations(NamedTuple):
     def gradients(
         self, shares: torch.Tensor, of_A_log: bool, of_dt_bias: bool
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Gradients of A_log and of dt_bias from the `shares` of kernels/gradients.py, `[slots, 2, HV]`.
+        """Gradients of A_log and of dt_bias from the `shares` of kernels/gradients.py, `[slots, 2, HV, 1]`.
 
         All slots are added up, in the same order each time; those without a chunk hold 0.
         """

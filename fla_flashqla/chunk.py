@@ -10,7 +10,7 @@ import torch
 
 from fla_flashqla import arch, l2norm, segments
 from fla_flashqla.activations import NONE, Activations
-from fla_flashqla.layout import CHUNK, Layout, Packed, packed_as
+from fla_flashqla.layout import CHUNK, Layout, Packed, aligned
 
 if TYPE_CHECKING:
     from fla_flashqla.plan import Plan
@@ -95,11 +95,11 @@ def build_backward(plan: Plan) -> BackwardKernels:
     return kernels
 
 
-def _flat(x: torch.Tensor | None) -> torch.Tensor | None:
+def _float(x: torch.Tensor | None) -> torch.Tensor | None:
     """States as kernels read them."""
     if x is None:
         return None
-    return (x if x.dtype == torch.float32 else x.float()).contiguous().view(-1)
+    return (x if x.dtype == torch.float32 else x.float()).contiguous()
 
 
 def prepare(
@@ -107,7 +107,6 @@ def prepare(
     at: Layout,
     r: torch.Tensor,
     gates: torch.Tensor,
-    unused: torch.Tensor,
     cu: torch.Tensor,
     q: torch.Tensor,
     k: torch.Tensor,
@@ -125,22 +124,20 @@ def prepare(
         r, gates (torch.Tensor):
             R `[slots, HV, 64, 64]` and gates `[slots, HV, 8, 64]`, which this fills: what is known of the chunks before any state, see
             kernels/prepare.py.
-        unused (torch.Tensor):
-            Flat, float32: stands in for what there is not.
         cu (torch.Tensor):
             Boundaries, or what stands in for them.
         q, k, g, beta, o (torch.Tensor):
-            `[tokens, H, 128]`, `[tokens, HV]` and `[tokens, HV, 128]` as kernels read them; rows of o behind the last boundary become 0.
+            `[B, T, H, 128]`, `[B, T, HV]` and `[B, T, HV, 128]`, contiguous; rows of o behind the last boundary become 0.
         normalize_q, normalize_k (bool):
             Whether q and k are normalised.
     """
-    H, HV = q.shape[1], g.shape[1]
-    A_log, dt_bias, *raw = activations.arguments(unused)
+    (B, T, H, _), HV = q.shape, g.shape[2]
+    A_log, dt_bias, *raw = activations.arguments(gates)
     kernels = build(plan)
     (kernels.prepare if plan.warps == 4 else kernels.prepare_single)(
         *(q, k, g, beta, A_log, dt_bias, cu, r, gates, o),
-        *(scale, at.seqlen, at.cu_step, at.N, H, HV // H, int(normalize_q), int(normalize_k)),
-        *(int(plan.gradients), *raw),
+        *(scale, B * T, at.seqlen, at.cu_step, at.N, H, HV // H),
+        *(int(normalize_q), int(normalize_k), int(plan.gradients), *raw),
     )
 
 
@@ -204,43 +201,40 @@ def forward(
             )  # fmt: skip
     B, T, H, K = q.shape
     _, _, HV, V = v.shape
-    tokens = B * T
     # The recurrence starts while the kernel before it still runs: between the launches nothing may be copied, allocated or freed
     # (what `segments` launches waits for all before it).
     packed = Packed.of(q, k, v, cu_seqlens)
     q, k, v, cu, at = packed
-    g, beta = g.contiguous().view(tokens, HV), beta.contiguous().view(tokens, HV)
+    g, beta = g.contiguous(), beta.contiguous()
     activations = activations.packed()
-    h0 = _flat(initial_state)
+    h0 = _float(initial_state)
     normalize_k = use_qk_l2norm_in_kernel
     if normalize_k and plan.dtype == "float16":
         # The kernels multiply U by 1 / |k| and round it: float16 has no such small numbers for long keys.
         k, normalize_k = l2norm.forward(k), False
-    o = v.new_empty(tokens, HV, V)
+    o = torch.empty_like(v)
     r, gates = at.empty(q, HV) if kept is None else at.split(kept, HV, q.dtype)
-    unused = gates.view(-1)  # also where there is nothing
     final_state = None
     if output_final_state:
         sizes = (V, K) if state_v_first else (K, V)
         final_state = gates.new_empty(at.N, HV, *sizes)
     lengths = at.seqlen, at.cu_step, at.N
     normalize = use_qk_l2norm_in_kernel, normalize_k
-    prepare(
-        *(plan, at, r, gates, unused, cu, q, k, g, beta, o, abs(scale), *normalize, activations)
-    )
+    prepare(*(plan, at, r, gates, cu, q, k, g, beta, o, abs(scale), *normalize, activations))
     strides = (1, K) if state_v_first else (V, 1)
     if plan.segment:
         h0 = segments.starts(plan, segments.Chunks(k, r, gates, cu, lengths, strides), v, h0)
     kernels = build(plan)
     (kernels.forward if plan.blocks("forward") == 1 else kernels.forward_halves)(
-        *(q, k, v, r, gates, cu, unused if h0 is None else h0, o),
-        unused if final_state is None else final_state.view(-1),
+        # gates stand in for what there is not
+        *(q, k, v, r, gates, cu, gates if h0 is None else h0, o),
+        gates if final_state is None else final_state,
         *(*lengths, HV, HV // H, int(h0 is not None), int(output_final_state), *strides),
-        *_taken(plan, at, tokens, plan.segment),
+        *_taken(plan, at, B * T, plan.segment),
     )
     if scale < 0:  # the kernels take its logarithm
         o.neg_()
-    return Forward(o.view(B, T, HV, V), final_state, r, gates, packed)
+    return Forward(o, final_state, r, gates, packed)
 
 
 class Needs(NamedTuple):
@@ -325,10 +319,7 @@ def backward(
     chain = needs.k or needs.v or gating or needs.initial_state
     if (do is None and dht is None) or not (chunks or chain):
         return Gradients()
-    (tokens, H, K), (_, HV, V) = q.shape, v.shape
-    # as q is shaped: B and T
-    B, T = (at.N, at.seqlen) if at.seqlen else (1, tokens)
-    unused = gates.view(-1)
+    (B, T, H, K), (_, _, HV, V) = q.shape, v.shape
     lengths = at.seqlen, at.cu_step, at.N
     strides = (1, K) if state_v_first else (V, 1)
     kernels = build_backward(plan)
@@ -336,13 +327,13 @@ def backward(
     normalize = use_qk_l2norm_in_kernel
     ahead = normalize and plan.dtype == "float16"  # as in `forward`
     k_in = l2norm.forward(k) if ahead else k
-    do = q.new_zeros(tokens, HV, V) if do is None else packed_as(do, tokens, HV, V)
+    do = torch.zeros_like(v) if do is None else aligned(do)
     if scale < 0:  # as in `forward`
         scale, do = -scale, -do
 
     v_in = v if chunks else do
-    h0 = _flat(initial_state) if chunks else None
-    dht = _flat(dht) if chain else None
+    h0 = _float(initial_state) if chunks else None
+    dht = _float(dht) if chain else None
     ds = q.new_empty(at.slots, HV, V, K) if chain else None
     segment = plan.backward_segment
     all_chunks = segments.Chunks(k_in, r, gates, cu, lengths, strides)
@@ -352,18 +343,18 @@ def backward(
     dh0 = None
     if chain:
         # `gradients` zeroes the rows behind the last boundary, here too
-        dv = (q.new_empty if chunks or at.seqlen else q.new_zeros)(tokens, HV, V)
+        dv = (torch.empty_like if chunks or at.seqlen else torch.zeros_like)(v)
         if needs.initial_state:
             assert initial_state is not None
             dh0 = gates.new_empty(*initial_state.shape)
     if chunks:
-        s, y = _states(plan, at, all_chunks, v_in, h0, unused)
+        s, y = _states(plan, at, all_chunks, v_in, h0)
     if chain:  # gradients of S behind each chunk, of v and of the initial state
         (kernels.reverse if plan.blocks("backward") == 1 else kernels.reverse_halves)(
-            *(q, k_in, do, r, gates, cu, unused if dht is None else dht, ds, dv),
-            unused if dh0 is None else dh0.view(-1),
+            *(q, k_in, do, r, gates, cu, gates if dht is None else dht, ds, dv),
+            gates if dh0 is None else dh0,
             *(*lengths, HV, HV // H, int(dht is not None), int(dh0 is not None), *strides),
-            *(*_taken(plan, at, tokens, segment), 0.0, int(chunks)),
+            *(*_taken(plan, at, B * T, segment), 0.0, int(chunks)),
         )
     else:
         ds, dv = s, y  # of the right shape, and finite
@@ -371,12 +362,12 @@ def backward(
         dh0 = dh0.to(initial_state.dtype)
 
     if not chunks:
-        return Gradients(v=dv.view(B, T, HV, V) if needs.v else None, initial_state=dh0)
-    dq, dk = q.new_empty(tokens, H, K), q.new_empty(tokens, H, K)
-    dg = q.new_empty(tokens, HV, dtype=getattr(torch, plan.g_dtype))
-    dbeta = q.new_empty(tokens, HV, dtype=getattr(torch, plan.beta_dtype))
-    A_log, dt_bias, raw_g, raw_beta = activations.arguments(unused)
-    shares = gates.new_empty(at.slots, 2, HV) if raw_g else gates.view(-1, 2, HV)  # or a stand-in
+        return Gradients(v=dv if needs.v else None, initial_state=dh0)
+    dq, dk = torch.empty_like(q), torch.empty_like(q)
+    dg = q.new_empty(B, T, HV, dtype=getattr(torch, plan.g_dtype))
+    dbeta = q.new_empty(B, T, HV, dtype=getattr(torch, plan.beta_dtype))
+    A_log, dt_bias, raw_g, raw_beta = activations.arguments(gates)
+    shares = gates.new_empty(at.slots, 2, HV, 1) if raw_g else gates  # or a stand-in
     kernels.gradients(
         q,
         k_in,
@@ -386,8 +377,8 @@ def backward(
         s,
         ds,
         gates,
-        dg if g is None or not raw_g else g.contiguous().view(tokens, HV),
-        dbeta if beta is None or not raw_beta else beta.contiguous().view(tokens, HV),
+        dg if g is None or not raw_g else g.contiguous(),
+        dbeta if beta is None or not raw_beta else beta.contiguous(),
         A_log,
         dt_bias,
         cu,
@@ -396,7 +387,7 @@ def backward(
         dg,
         dbeta,
         shares,
-        *(scale, *lengths, H, HV // H, int(normalize), int(normalize and not ahead)),
+        *(scale, B * T, *lengths, H, HV // H, int(normalize), int(normalize and not ahead)),
         *(raw_g, raw_beta),
         min(at.slots * H, arch.device_facts(q.device).sms),  # blocks that share the work
     )
@@ -404,11 +395,11 @@ def backward(
         dk = l2norm.backward(k, dk)
     dA_log, ddt_bias = activations.gradients(shares, needs.A_log, needs.dt_bias)
     return Gradients(
-        dq.view(B, T, H, K) if needs.q else None,
-        dk.view(B, T, H, K) if needs.k else None,
-        dv.view(B, T, HV, V) if needs.v else None,
-        dg.view(B, T, HV) if needs.g else None,
-        dbeta.view(B, T, HV) if needs.beta else None,
+        dq if needs.q else None,
+        dk if needs.k else None,
+        dv if needs.v else None,
+        dg if needs.g else None,
+        dbeta if needs.beta else None,
         *(dh0, dA_log, ddt_bias),
     )
 
@@ -426,19 +417,17 @@ def states(
     """Launch the forward recurrence without o; arguments as in `backward`.
 
     Returns:
-        The state at the start of each chunk, transposed, `[slots, HV, V, K]`, and Y, the chunk's error before beta, `[B T, HV, V]`.
+        The state at the start of each chunk, transposed, `[slots, HV, V, K]`, and Y, the chunk's error before beta, `[B, T, HV, V]`.
     """
     if torch.cuda.current_device() != v.device.index:
         with torch.cuda.device(v.device):
             return states(plan, at, k, v, r, gates, initial_state, state_v_first)
-    (H, K), (HV, V) = k.shape[-2:], v.shape[-2:]
-    unused = gates.view(-1)
     chunks = segments.Chunks(
-        *(packed_as(k, -1, H, K), r, gates, at.cu_or(unused), (at.seqlen, at.cu_step, at.N)),
-        (1, K) if state_v_first else (V, 1),
+        *(aligned(k), r, gates, at.cu_or(gates), (at.seqlen, at.cu_step, at.N)),
+        (1, k.shape[3]) if state_v_first else (v.shape[3], 1),
     )
     plan = plan.without("backward_segments")
-    return _states(plan, at, chunks, packed_as(v, -1, HV, V), _flat(initial_state), unused)
+    return _states(plan, at, chunks, aligned(v), _float(initial_state))
 
 
 def _states(
@@ -447,17 +436,16 @@ def _states(
     chunks: segments.Chunks,
     v: torch.Tensor,
     h0: torch.Tensor | None,
-    unused: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As `states`, of what kernels read; `h0` are the states of segments where the plan cuts the backward."""
     k, r, gates, cu, lengths, strides = chunks
-    (H, K), (tokens, HV, V) = k.shape[-2:], v.shape
-    s, y = v.new_empty(at.slots, HV, V, K), v.new_empty(tokens, HV, V)
+    (_, _, H, K), (B, T, HV, V) = k.shape, v.shape
+    s, y = v.new_empty(at.slots, HV, V, K), torch.empty_like(v)
     kernels = build_backward(plan)
     (kernels.states if plan.blocks("states") == 1 else kernels.states_halves)(
-        *(k, v, r, gates, cu, unused if h0 is None else h0, s, y),
+        *(k, v, r, gates, cu, gates if h0 is None else h0, s, y),
         *(*lengths, HV, HV // H, int(h0 is not None), *strides),
-        *_taken(plan, at, tokens, plan.backward_segment),
+        *_taken(plan, at, B * T, plan.backward_segment),
     )
     return s, y
 

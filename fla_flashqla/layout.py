@@ -58,10 +58,10 @@ class Layout(NamedTuple):
         )
 
 
-def packed_as(x: torch.Tensor, *shape: int) -> torch.Tensor:
-    """`x` as TMA can read it, contiguous and 16-byte aligned, viewed as `shape`."""
+def aligned(x: torch.Tensor) -> torch.Tensor:
+    """`x` as TMA can read it, contiguous and 16-byte aligned."""
     x = x.contiguous()
-    return (x if x.data_ptr() % 16 == 0 else x.clone()).view(*shape)
+    return x if x.data_ptr() % 16 == 0 else x.clone()
 
 
 class Packed(NamedTuple):
@@ -69,7 +69,7 @@ class Packed(NamedTuple):
 
     Args:
         q, k, v (torch.Tensor):
-            `[tokens, H, 128]`, those of v HV: views of what was given, or copies.
+            `[B, T, H, 128]`, those of v HV: what was given, or copies.
         cu (torch.Tensor):
             Boundaries, or what stands in for them.
         at (Layout):
@@ -91,11 +91,5 @@ class Packed(NamedTuple):
         cu_seqlens: torch.Tensor | None,
     ) -> Packed:
         """Of q, k `[B, T, H, 128]` and v `[B, T, HV, 128]`, and boundaries `[N + 1]`."""
-        B, T, H, K = q.shape
-        _, _, HV, V = v.shape
-        tokens = B * T
-        at = Layout.of(B, T, cu_seqlens)
-        return cls(
-            *(packed_as(q, tokens, H, K), packed_as(k, tokens, H, K), packed_as(v, tokens, HV, V)),
-            *(at.cu_or(q), at),
-        )
+        at = Layout.of(q.shape[0], q.shape[1], cu_seqlens)
+        return cls(aligned(q), aligned(k), aligned(v), at.cu_or(q), at)

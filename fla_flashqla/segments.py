@@ -79,7 +79,7 @@ class Chunks(NamedTuple):
 
     Args:
         k (torch.Tensor):
-            `[tokens, H, 128]`, contiguous.
+            `[B, T, H, 128]`, contiguous.
         r, gates (torch.Tensor):
             What `prepare.py` made.
         cu, lengths:
@@ -105,12 +105,12 @@ def starts(plan: Plan, chunks: Chunks, v: torch.Tensor, h0: torch.Tensor | None)
         chunks (Chunks):
             All chunks.
         v (torch.Tensor):
-            `[tokens, HV, 128]`, contiguous.
+            `[B, T, HV, 128]`, contiguous.
         h0 (torch.Tensor, Optional):
-            Initial states, flat, float32.
+            Initial states, float32.
 
     Returns:
-        `[slots, HV, 128, 128]`, flat, float32, in the layout of the initial state.
+        `[slots, HV, 128, 128]`, float32, in the layout of the initial state.
     """
     maps = _maps(plan, chunks, v, plan.segment, FORWARD)
     return _combine(plan, chunks, maps, plan.segment, FORWARD, h0)[0]
@@ -135,9 +135,9 @@ def boundaries(
         chunks, v, h0:
             As `starts` takes them; v is read for states alone.
         q, do (torch.Tensor):
-            `[tokens, H, 128]` and `[tokens, HV, 128]`, contiguous.
+            `[B, T, H, 128]` and `[B, T, HV, 128]`, contiguous.
         dht (torch.Tensor, Optional):
-            Gradients of final states, flat, float32.
+            Gradients of final states, float32.
         ds (torch.Tensor, Optional):
             What kernels/reverse.py will write, of which this needs the shape; `None`: no gradients are wanted.
         states (bool):
@@ -151,11 +151,10 @@ def boundaries(
     maps = _maps(plan, chunks, v, segment, wanted)
     if ds is not None:
         k, r, gates, cu, lengths, strides = chunks
-        (count, HV), H = maps.kept.shape, k.shape[1]
+        (count, HV), H = maps.kept.shape, k.shape[2]
         maps = maps._replace(back_local=torch.empty_like(maps.phi))
         build_backward(plan).reverse_segments(
-            *(q, k, do, r, gates, cu, gates.view(-1) if dht is None else dht),
-            *(ds, do, maps.back_local.view(-1)),
+            *(q, k, do, r, gates, cu, gates if dht is None else dht, ds, do, maps.back_local),
             *(*lengths, HV, HV // H, int(dht is not None), 1, *strides, 0, segment, count),
             *(threshold(plan, k.dtype), 0),
         )
@@ -174,8 +173,8 @@ class _Maps(NamedTuple):
 
 def _maps(plan: Plan, chunks: Chunks, v: torch.Tensor, segment: int, wanted: int) -> _Maps:
     k, r, gates, cu, lengths, _ = chunks
-    (tokens, H, K), HV = k.shape, v.shape[1]
-    count = slots(segment, tokens, lengths[2])
+    (B, T, H, K), HV = k.shape, v.shape[2]
+    count = slots(segment, B * T, lengths[2])
     phi = gates.new_empty(count, HV, K, K)
     local = torch.empty_like(phi) if wanted & FORWARD else phi  # of the right shape
     kept = torch.empty(count, HV, dtype=torch.int32, device=k.device)
@@ -196,8 +195,8 @@ def _combine(
     dht: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """States and their gradients; of what is not wanted, the other one."""
-    unused = chunks.gates.view(-1)
-    made = ends = chunks.gates.new_empty(maps.phi.numel())
+    unused = chunks.gates
+    made = ends = torch.empty_like(maps.phi)
     directions = 1
     if wanted == FORWARD + REVERSE:
         ends, directions = torch.empty_like(made), 2
@@ -229,8 +228,8 @@ def rehearse_backward(plan: Plan, device: torch.device) -> None:
 
 def _rehearsal(plan: Plan, device: torch.device) -> tuple[Chunks, torch.Tensor, torch.Tensor]:
     """Two chunks of zeros, tokens of one head, and what ds is shaped like."""
-    x = torch.zeros(2 * CHUNK, 1, 128, dtype=getattr(torch, plan.dtype), device=device)
+    x = torch.zeros(1, 2 * CHUNK, 1, 128, dtype=getattr(torch, plan.dtype), device=device)
     r = x.new_zeros(4, 1, CHUNK, CHUNK)
     gates = x.new_zeros(4, 1, 8, CHUNK, dtype=torch.float32)
     cu = gates.view(-1).view(torch.int32)
-    return Chunks(x, r, gates, cu, (len(x), 1, 1), (128, 1)), x, x.new_empty(4, 1, 128, 128)
+    return Chunks(x, r, gates, cu, (2 * CHUNK, 1, 1), (128, 1)), x, x.new_empty(4, 1, 128, 128)

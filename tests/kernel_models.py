@@ -71,6 +71,11 @@ def behind(cu: Tensor, seqlen: int, cu_step: int, sequences: int) -> slice:
     return slice(sequences * seqlen if seqlen else int(cu[sequences * cu_step]), None)
 
 
+def by_token(*tensors: Tensor) -> Iterator[Tensor]:
+    """Views of `[B, T, ...]` as `[tokens, ...]`, which is how the kernels count."""
+    return (x.flatten(0, 1) for x in tensors)
+
+
 def state(flat: Tensor, n: int, h: int, heads: int, K: int, V: int, strides: Any) -> Tensor:
     """[K, V] of a sequence and value head."""
     return flat.as_strided((K, V), strides, flat.storage_offset() + (n * heads + h) * K * V)
@@ -102,8 +107,10 @@ def activated(g: Tensor, beta: Tensor, A_log: Tensor, dt_bias: Tensor, raw_g: in
     return g.clamp(min=FLOOR), raw_beta * beta.sigmoid() if raw_beta else beta
 
 
-def prepare(q, k, g, beta, A_log, dt_bias, cu, r, gates, o, scale, seqlen, cu_step, sequences, heads, group, normalize_q, normalize_k, backward, raw_g, raw_beta):  # fmt: skip
-    assert scale >= 0
+def prepare(q, k, g, beta, A_log, dt_bias, cu, r, gates, o, scale, Tn, seqlen, cu_step, sequences, heads, group, normalize_q, normalize_k, backward, raw_g, raw_beta):  # fmt: skip
+    q, k, g, beta, o = by_token(q, k, g, beta, o)
+    A_log, dt_bias = A_log.flatten(), dt_bias.flatten()
+    assert scale >= 0 and len(q) == Tn
     for c in chunks(cu, seqlen, cu_step, sequences):
         n = c.rows.stop - c.rows.start
         for hv in range(heads * group):
@@ -143,6 +150,7 @@ def step(S: Tensor, Y: Tensor, k: Tensor, gate: Tensor, decay: Tensor) -> Tensor
 
 
 def forward(q, k, v, r, gates, cu, h0, o, ht, seqlen, cu_step, sequences, value_heads, group, use_h0, store_ht, stride_k, stride_v, longest_first, segment, slots):  # fmt: skip
+    q, k, v, o = by_token(q, k, v, o)
     K, V = k.shape[-1], v.shape[-1]
     rest = value_heads, K, V, (stride_k, stride_v)
     for p in pieces(cu, seqlen, cu_step, sequences, segment):
@@ -166,6 +174,7 @@ def deciding(decays: Tensor, threshold: float) -> int:
 
 
 def segments(k, v, r, gates, cu, local, phi, kept, threshold, seqlen, cu_step, sequences, value_heads, group, segment, wanted):  # fmt: skip
+    k, v = by_token(k, v)
     K, V = k.shape[-1], v.shape[-1]
     n = -1
     for p in pieces(cu, seqlen, cu_step, sequences, segment):
@@ -226,6 +235,7 @@ def tile(c: Chunk, h: int, group: int, gates: Tensor, r: Tensor | None, q: Tenso
 
 
 def states(k, v, r, gates, cu, h0, s, y, seqlen, cu_step, sequences, value_heads, group, use_h0, stride_k, stride_v, longest_first, segment, slots):  # fmt: skip
+    k, v, y = by_token(k, v, y)
     K, V = k.shape[-1], v.shape[-1]
     rest = value_heads, K, V, (stride_k, stride_v)
     for p in pieces(cu, seqlen, cu_step, sequences, segment):
@@ -249,6 +259,7 @@ def step_back(dS: Tensor, c: Chunk, h: int, group: int, *tensors: Tensor) -> tup
 
 
 def reverse(q, k, do, r, gates, cu, dht, ds, dv, dh0, seqlen, cu_step, sequences, value_heads, group, use_dht, store_dh0, stride_k, stride_v, longest_first, segment, slots, threshold, beside):  # fmt: skip
+    q, k, do, dv = by_token(q, k, do, dv)
     K, V = k.shape[-1], do.shape[-1]
     rest = value_heads, K, V, (stride_k, stride_v)
     n = -1
@@ -266,6 +277,7 @@ def reverse(q, k, do, r, gates, cu, dht, ds, dv, dh0, seqlen, cu_step, sequences
 
 
 def reverse_segments(q, k, do, r, gates, cu, dht, ds, dv, dh0, seqlen, cu_step, sequences, value_heads, group, use_dht, store_dh0, stride_k, stride_v, longest_first, segment, slots, threshold, beside):  # fmt: skip
+    q, k, do, dv = by_token(q, k, do, dv)
     K, V = k.shape[-1], do.shape[-1]
     rest = value_heads, K, V, (stride_k, stride_v)
     for p in pieces(cu, seqlen, cu_step, sequences, segment):
@@ -279,9 +291,13 @@ def reverse_segments(q, k, do, r, gates, cu, dht, ds, dv, dh0, seqlen, cu_step, 
             state(dh0, p.slot, h, value_heads, K, V, (1, K)).copy_(dS)
 
 
-def gradients(q, k, do, dw, y, state, dstate, gates, g, beta, A_log, dt_bias, cu, dq, dk, dg, dbeta, shares, scale, seqlen, cu_step, sequences, heads, group, normalize_q, normalize_k, raw_g, raw_beta, blocks):  # fmt: skip
-    assert scale >= 0
+def gradients(q, k, do, dw, y, state, dstate, gates, g, beta, A_log, dt_bias, cu, dq, dk, dg, dbeta, shares, scale, Tn, seqlen, cu_step, sequences, heads, group, normalize_q, normalize_k, raw_g, raw_beta, blocks):  # fmt: skip
+    q, k, do, dw, y, dq, dk = by_token(q, k, do, dw, y, dq, dk)
+    g, beta, dg, dbeta = by_token(g, beta, dg, dbeta)
+    A_log, dt_bias = A_log.flatten(), dt_bias.flatten()
+    assert scale >= 0 and len(q) == Tn
     if raw_g:
+        shares = shares.view(-1, 2, heads * group)
         shares.zero_()
     for c in chunks(cu, seqlen, cu_step, sequences):
         for h in range(heads):

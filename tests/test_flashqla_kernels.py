@@ -19,15 +19,14 @@ WARPS = pytest.mark.parametrize("warps", [1, 4])
 
 def prepared(x, lens, warps):
     """R [chunks, HV, C, C] and the gate vectors [chunks, HV, 8, C], chunk by chunk."""
-    q, k, v, g, beta = (x[n].flatten(0, 1) for n in ("q", "k", "v", "g", "beta"))
-    at, normalize = Layout.of(1, len(q), x["cu_seqlens"]), x["use_qk_l2norm_in_kernel"]
+    q, k, v, g, beta = (x[n] for n in ("q", "k", "v", "g", "beta"))
+    at, normalize = Layout.of(*q.shape[:2], x["cu_seqlens"]), x["use_qk_l2norm_in_kernel"]
     plan = Plan("sm90", *(str(t.dtype).removeprefix("torch.") for t in (q, g, beta)))
     plan = dataclasses.replace(plan, warps=warps, gradients=True)
     with poisoned_memory():
         o = torch.empty_like(v)
-        r, gates = at.empty(q, g.shape[1])
-        unused = gates.view(-1)
-        given = plan, at, r, gates, unused, at.cu_or(unused), q, k, g, beta, o
+        r, gates = at.empty(q, g.shape[2])
+        given = plan, at, r, gates, at.cu_or(gates), q, k, g, beta, o
         chunk.prepare(*given, 0.5, normalize, normalize)
     slots, bos = [], 0
     for n, length in enumerate(lens):

@@ -21,7 +21,7 @@ import tilelang
 import tilelang.language as T
 
 from fla_flashqla.kernels import device_functions
-from fla_flashqla.kernels.prepare import HEAD
+from fla_flashqla.kernels.prepare import HEAD, optional
 
 ROWS = 16  # a block
 THREADS = 256
@@ -41,9 +41,7 @@ def combine_kernel() -> Any:
     D = HEAD
     f32 = "float32"
     source = device_functions("combine.cuh")
-    HV, NCU, NSEG, NF, NB, NS, NE = (
-        T.dynamic(n) for n in ("HV", "NCU", "NSEG", "NF", "NB", "NS", "NE")
-    )
+    HV, NCU, NSEG = (T.dynamic(n) for n in ("HV", "NCU", "NSEG"))
 
     @T.prim_func
     def gdr_combine(
@@ -52,10 +50,10 @@ def combine_kernel() -> Any:
         phi: T.Tensor((NSEG, HV, D, D), f32),
         kept: T.Tensor((NSEG, HV), "int32"),
         cu: T.Tensor((NCU,), "int32"),
-        first: T.Tensor((NF,), f32),
-        back_first: T.Tensor((NB,), f32),
-        made: T.Tensor((NS,), f32),
-        back_made: T.Tensor((NE,), f32),
+        first: optional("first"),
+        back_first: optional("back_first"),
+        made: T.Tensor((NSEG, HV, D, D), f32),
+        back_made: T.Tensor((NSEG, HV, D, D), f32),
         seqlen: T.int32,
         cu_step: T.int32,
         sequences: T.int32,
@@ -80,8 +78,8 @@ def combine_kernel() -> Any:
                 "gdr_combine_both",
                 *(T.address_of(local[0, 0, 0, 0]), T.address_of(back_local[0, 0, 0, 0])),
                 *(T.address_of(phi[0, 0, 0, 0]), T.address_of(kept[0, 0]), T.address_of(cu[0])),
-                *(T.address_of(first[0]), T.address_of(back_first[0])),
-                *(T.address_of(made[0]), T.address_of(back_made[0])),
+                *(T.address_of(first[0, 0, 0, 0]), T.address_of(back_first[0, 0, 0, 0])),
+                *(T.address_of(made[0, 0, 0, 0]), T.address_of(back_made[0, 0, 0, 0])),
                 T.address_of(tile[0, 0, 0, 0, 0]),
                 *(cu_step, seqlen, segment, sequences, value_heads, bx, wanted),
                 *(use_first, use_back_first, stride_k, stride_v),

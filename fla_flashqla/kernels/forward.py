@@ -57,6 +57,9 @@ from fla_flashqla.kernels.prepare import (
     GATE_U,
     GATE_X,
     HEAD,
+    flat,
+    optional,
+    packed,
 )
 
 STAGES = 3
@@ -107,21 +110,19 @@ def forward_kernel(dtype: str, warpgroups: int = 2):
     full_row = T.GemmWarpPolicy.FullRow
     matmul = partial(T.wgmma_gemm, transpose_B=True, policy=full_row)
     source = device_functions("chain.cuh")
-    Tn, H, HV, NSLOT, NCU, NH0, NHT = (
-        T.dynamic(n) for n in ("Tn", "H", "HV", "NSLOT", "NCU", "NH0", "NHT")
-    )
+    B, L, H, HV, NSLOT, NCU = (T.dynamic(n) for n in ("B", "L", "H", "HV", "NSLOT", "NCU"))
 
     @T.prim_func
     def gdr_forward(
-        q: T.Tensor((Tn, H, D), dtype),
-        k: T.Tensor((Tn, H, D), dtype),
-        v: T.Tensor((Tn, HV, D), dtype),
+        q: T.Tensor((B, L, H, D), dtype),
+        k: T.Tensor((B, L, H, D), dtype),
+        v: T.Tensor((B, L, HV, D), dtype),
         r: T.Tensor((NSLOT, HV, C, C), dtype),
         gates: T.Tensor((NSLOT, HV, GATE_ROWS, C), f32),
         cu: T.Tensor((NCU,), "int32"),
-        h0: T.Tensor((NH0,), f32),
-        o: T.Tensor((Tn, HV, D), dtype),
-        ht: T.Tensor((NHT,), f32),
+        h0: optional("h0"),
+        o: T.Tensor((B, L, HV, D), dtype),
+        ht: optional("ht"),
         seqlen: T.int32,
         cu_step: T.int32,
         sequences: T.int32,
@@ -135,6 +136,8 @@ def forward_kernel(dtype: str, warpgroups: int = 2):
         segment: T.int32,
         slots: T.int32,
     ):
+        q, k, v, o = packed(q), packed(k), packed(v), packed(o)
+        h0, ht = flat(h0), flat(ht)
         with T.Kernel(slots * HV * SPLITS, threads=MATH + 256, prelude=source) as bx:
             q_s = T.alloc_shared((STAGES, C, D), dtype)
             k_s = T.alloc_shared((STAGES, C, D), dtype)

@@ -71,7 +71,17 @@ import tilelang.language as T
 
 from fla_flashqla.kernels import device_functions
 from fla_flashqla.kernels.forward import PASS_CONFIGS
-from fla_flashqla.kernels.prepare import CHUNK, GATE_O, GATE_ROWS, GATE_X, HEAD, L2NORM_EPS
+from fla_flashqla.kernels.prepare import (
+    CHUNK,
+    GATE_O,
+    GATE_ROWS,
+    GATE_X,
+    HEAD,
+    L2NORM_EPS,
+    flat,
+    optional,
+    packed,
+)
 
 __all__ = ["PASS_CONFIGS", "REGISTERS", "gradients_kernel"]
 STAGES = 2
@@ -98,8 +108,7 @@ def gradients_kernel(dtype: str, g_dtype: str, beta_dtype: str):
     call = partial(T.call_extern, "handle")
     find = partial(T.call_extern, "int32", "gdr_find")
     source = device_functions("gates.cuh", "gradients.cuh")
-    sizes = ("Tn", "H", "HV", "NA", "NB", "NP", "NSLOT", "NCU")
-    Tn, H, HV, NA, NB, NP, NSLOT, NCU = (T.dynamic(n) for n in sizes)
+    B, L, H, HV, NSLOT, NCU = map(T.dynamic, ("B", "L", "H", "HV", "NSLOT", "NCU"))
 
     # pointers "to read", also where a device function writes, keep TileLang from adding fences
     def ptr(buffer, offset=0):
@@ -122,25 +131,26 @@ def gradients_kernel(dtype: str, g_dtype: str, beta_dtype: str):
 
     @T.prim_func
     def gdr_gradients(
-        q: T.Tensor((Tn, H, D), dtype),
-        k: T.Tensor((Tn, H, D), dtype),
-        do: T.Tensor((Tn, HV, D), dtype),
-        dw: T.Tensor((Tn, HV, D), dtype),
-        y: T.Tensor((Tn, HV, D), dtype),
+        q: T.Tensor((B, L, H, D), dtype),
+        k: T.Tensor((B, L, H, D), dtype),
+        do: T.Tensor((B, L, HV, D), dtype),
+        dw: T.Tensor((B, L, HV, D), dtype),
+        y: T.Tensor((B, L, HV, D), dtype),
         state: T.Tensor((NSLOT, HV, D, D), dtype),
         dstate: T.Tensor((NSLOT, HV, D, D), dtype),
         gates: T.Tensor((NSLOT, HV, GATE_ROWS, C), f32),
-        g: T.Tensor((Tn, HV), g_dtype),
-        beta: T.Tensor((Tn, HV), beta_dtype),
-        A_log: T.Tensor((NA,), f32),
-        dt_bias: T.Tensor((NB,), f32),
+        g: T.Tensor((B, L, HV), g_dtype),
+        beta: T.Tensor((B, L, HV), beta_dtype),
+        A_log: optional("A_log"),
+        dt_bias: optional("dt_bias"),
         cu: T.Tensor((NCU,), "int32"),
-        dq: T.Tensor((Tn, H, D), dtype),
-        dk: T.Tensor((Tn, H, D), dtype),
-        dg: T.Tensor((Tn, HV), g_dtype),
-        dbeta: T.Tensor((Tn, HV), beta_dtype),
-        shares: T.Tensor((NP, 2, HV), f32),
+        dq: T.Tensor((B, L, H, D), dtype),
+        dk: T.Tensor((B, L, H, D), dtype),
+        dg: T.Tensor((B, L, HV), g_dtype),
+        dbeta: T.Tensor((B, L, HV), beta_dtype),
+        shares: optional("shares"),
         scale: T.float32,
+        Tn: T.int32,
         seqlen: T.int32,
         cu_step: T.int32,
         sequences: T.int32,
@@ -152,6 +162,10 @@ def gradients_kernel(dtype: str, g_dtype: str, beta_dtype: str):
         raw_beta: T.float32,
         blocks: T.int32,
     ):
+        q, k, do, dw, y, dq, dk = map(packed, (q, k, do, dw, y, dq, dk))
+        g, beta, dg, dbeta = map(packed, (g, beta, dg, dbeta))
+        A_log, dt_bias = flat(A_log), flat(dt_bias)
+        shares = T.Tensor((NSLOT, 2, HV), f32, shares.data)
         with T.Kernel(blocks, threads=512, prelude=source) as bx:
             q_s = T.alloc_shared((C, D), dtype)
             k_s = T.alloc_shared((C, D), dtype)

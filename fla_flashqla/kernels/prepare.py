@@ -54,6 +54,21 @@ PASS_CONFIGS = {
 }
 
 
+def packed(x):
+    """`x` `[B, T, ...]` as `[tokens, ...]`, which costs the host nothing here."""
+    return T.view(x, (x.shape[0] * x.shape[1], *x.shape[2:]))
+
+
+def optional(name: str):
+    """A float32 argument of any four sizes, so that another, unread, can stand in for it; see `flat`."""
+    return T.Tensor([T.dynamic(f"{name}_{i}") for i in range(4)], "float32")
+
+
+def flat(x):
+    """All elements of `optional`."""
+    return T.view(x, (x.shape[0] * x.shape[1] * x.shape[2] * x.shape[3],))
+
+
 def prepare_kernel(dtype: str, g_dtype: str, beta_dtype: str, warps: int = 4):
     """TileLang source of the preparation.
 
@@ -67,22 +82,22 @@ def prepare_kernel(dtype: str, g_dtype: str, beta_dtype: str, warps: int = 4):
     C, D, W = CHUNK, HEAD, warps
     f32 = "float32"
     source = f"#define GDR_WARPS {W}\n" + device_functions("gates.cuh", "prepare.cuh")
-    sizes = ("Tn", "H", "HV", "NA", "NB", "NSLOT", "NCU")
-    Tn, H, HV, NA, NB, NSLOT, NCU = (T.dynamic(n) for n in sizes)
+    B, L, H, HV, NSLOT, NCU = (T.dynamic(n) for n in ("B", "L", "H", "HV", "NSLOT", "NCU"))
 
     @T.prim_func
     def gdr_prepare(
-        q: T.Tensor((Tn, H, D), dtype),
-        k: T.Tensor((Tn, H, D), dtype),
-        g: T.Tensor((Tn, HV), g_dtype),
-        beta: T.Tensor((Tn, HV), beta_dtype),
-        A_log: T.Tensor((NA,), f32),
-        dt_bias: T.Tensor((NB,), f32),
+        q: T.Tensor((B, L, H, D), dtype),
+        k: T.Tensor((B, L, H, D), dtype),
+        g: T.Tensor((B, L, HV), g_dtype),
+        beta: T.Tensor((B, L, HV), beta_dtype),
+        A_log: optional("A_log"),
+        dt_bias: optional("dt_bias"),
         cu: T.Tensor((NCU,), "int32"),
         r: T.Tensor((NSLOT, HV, C, C), dtype),
         gates: T.Tensor((NSLOT, HV, GATE_ROWS, C), f32),
-        o: T.Tensor((Tn, HV, D), dtype),
+        o: T.Tensor((B, L, HV, D), dtype),
         scale: T.float32,
+        Tn: T.int32,
         seqlen: T.int32,
         cu_step: T.int32,
         sequences: T.int32,
@@ -94,6 +109,8 @@ def prepare_kernel(dtype: str, g_dtype: str, beta_dtype: str, warps: int = 4):
         raw_g: T.int32,
         raw_beta: T.float32,
     ):
+        q, k, g, beta, o = packed(q), packed(k), packed(g), packed(beta), packed(o)
+        A_log, dt_bias = flat(A_log), flat(dt_bias)
         with T.Kernel(NSLOT * H, threads=W * 32, prelude=source) as bx:
             T.annotate_min_blocks_per_sm(MIN_BLOCKS[W])
             k_s = T.alloc_shared((C, D), dtype)  # K, then K K^T and the scratch of the first warp

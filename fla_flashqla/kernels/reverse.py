@@ -74,6 +74,9 @@ from fla_flashqla.kernels.prepare import (
     GATE_U,
     GATE_X,
     HEAD,
+    flat,
+    optional,
+    packed,
 )
 
 __all__ = ["HALVES", "PASS_CONFIGS", "REGISTERS", "reverse_kernel"]
@@ -95,22 +98,20 @@ def reverse_kernel(dtype: str, warpgroups: int = 2, local: bool = False):
     full_row = T.GemmWarpPolicy.FullRow
     matmul = partial(T.wgmma_gemm, policy=full_row)
     source = device_functions("chain.cuh")
-    Tn, H, HV, NSLOT, NCU, NHT, NH0 = (
-        T.dynamic(n) for n in ("Tn", "H", "HV", "NSLOT", "NCU", "NHT", "NH0")
-    )
+    B, L, H, HV, NSLOT, NCU = map(T.dynamic, ("B", "L", "H", "HV", "NSLOT", "NCU"))
 
     @T.prim_func
     def gdr_reverse(
-        q: T.Tensor((Tn, H, D), dtype),
-        k: T.Tensor((Tn, H, D), dtype),
-        do: T.Tensor((Tn, HV, D), dtype),
+        q: T.Tensor((B, L, H, D), dtype),
+        k: T.Tensor((B, L, H, D), dtype),
+        do: T.Tensor((B, L, HV, D), dtype),
         r: T.Tensor((NSLOT, HV, C, C), dtype),
         gates: T.Tensor((NSLOT, HV, GATE_ROWS, C), f32),
         cu: T.Tensor((NCU,), "int32"),
-        dht: T.Tensor((NHT,), f32),
+        dht: optional("dht"),
         ds: T.Tensor((NSLOT, HV, D, D), dtype),
-        dv: T.Tensor((Tn, HV, D), dtype),
-        dh0: T.Tensor((NH0,), f32),
+        dv: T.Tensor((B, L, HV, D), dtype),
+        dh0: optional("dh0"),
         seqlen: T.int32,
         cu_step: T.int32,
         sequences: T.int32,
@@ -126,6 +127,8 @@ def reverse_kernel(dtype: str, warpgroups: int = 2, local: bool = False):
         threshold: T.float32,
         beside: T.int32,
     ):
+        q, k, do, dv = packed(q), packed(k), packed(do), packed(dv)
+        dht, dh0 = flat(dht), flat(dh0)
         with T.Kernel(slots * HV * SPLITS, threads=MATH + 256, prelude=source) as bx:
             q_s = T.alloc_shared((STAGES, C, D), dtype)
             k_s = T.alloc_shared((STAGES, C, D), dtype)

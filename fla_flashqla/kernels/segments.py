@@ -45,6 +45,7 @@ from fla_flashqla.kernels.prepare import (
     GATE_U,
     GATE_X,
     HEAD,
+    packed,
 )
 
 __all__ = ["PASS_CONFIGS", "REGISTERS", "segments_kernel"]
@@ -64,12 +65,13 @@ def segments_kernel(dtype: str):
     full_row = T.GemmWarpPolicy.FullRow
     matmul = partial(T.wgmma_gemm, transpose_B=True, policy=full_row)
     source = device_functions("chain.cuh")
-    Tn, H, HV, NSLOT, NCU, NSEG = (T.dynamic(n) for n in ("Tn", "H", "HV", "NSLOT", "NCU", "NSEG"))
+    sizes = ("B", "L", "H", "HV", "NSLOT", "NCU", "NSEG")
+    B, L, H, HV, NSLOT, NCU, NSEG = (T.dynamic(n) for n in sizes)
 
     @T.prim_func
     def gdr_segments(
-        k: T.Tensor((Tn, H, D), dtype),
-        v: T.Tensor((Tn, HV, D), dtype),
+        k: T.Tensor((B, L, H, D), dtype),
+        v: T.Tensor((B, L, HV, D), dtype),
         r: T.Tensor((NSLOT, HV, C, C), dtype),
         gates: T.Tensor((NSLOT, HV, GATE_ROWS, C), f32),
         cu: T.Tensor((NCU,), "int32"),
@@ -85,6 +87,7 @@ def segments_kernel(dtype: str):
         segment: T.int32,
         wanted: T.int32,
     ):
+        k, v = packed(k), packed(v)
         with T.Kernel(NSEG * HV * 2, threads=MATH + 128, prelude=source) as bx:
             k_s = T.alloc_shared((STAGES, C, D), dtype)
             v_s = T.alloc_shared((STAGES, C, M), dtype)

@@ -44,6 +44,9 @@ from fla_flashqla.kernels.prepare import (
     GATE_U,
     GATE_X,
     HEAD,
+    flat,
+    optional,
+    packed,
 )
 
 __all__ = ["PASS_CONFIGS", "REGISTERS", "states_kernel"]
@@ -64,18 +67,18 @@ def states_kernel(dtype: str, warpgroups: int = 2):
     full_row = T.GemmWarpPolicy.FullRow
     matmul = partial(T.wgmma_gemm, transpose_B=True, policy=full_row)
     source = device_functions("chain.cuh")
-    Tn, H, HV, NSLOT, NCU, NH0 = (T.dynamic(n) for n in ("Tn", "H", "HV", "NSLOT", "NCU", "NH0"))
+    B, L, H, HV, NSLOT, NCU = map(T.dynamic, ("B", "L", "H", "HV", "NSLOT", "NCU"))
 
     @T.prim_func
     def gdr_states(
-        k: T.Tensor((Tn, H, D), dtype),
-        v: T.Tensor((Tn, HV, D), dtype),
+        k: T.Tensor((B, L, H, D), dtype),
+        v: T.Tensor((B, L, HV, D), dtype),
         r: T.Tensor((NSLOT, HV, C, C), dtype),
         gates: T.Tensor((NSLOT, HV, GATE_ROWS, C), f32),
         cu: T.Tensor((NCU,), "int32"),
-        h0: T.Tensor((NH0,), f32),
+        h0: optional("h0"),
         s: T.Tensor((NSLOT, HV, D, D), dtype),
-        y: T.Tensor((Tn, HV, D), dtype),
+        y: T.Tensor((B, L, HV, D), dtype),
         seqlen: T.int32,
         cu_step: T.int32,
         sequences: T.int32,
@@ -88,6 +91,7 @@ def states_kernel(dtype: str, warpgroups: int = 2):
         segment: T.int32,
         slots: T.int32,
     ):
+        k, v, y, h0 = packed(k), packed(v), packed(y), flat(h0)
         with T.Kernel(slots * HV * SPLITS, threads=MATH + 128, prelude=source) as bx:
             k_s = T.alloc_shared((STAGES, C, D), dtype)
             v_s = T.alloc_shared((STAGES, C, M), dtype)

@@ -360,7 +360,8 @@ def backward(
     all_chunks = segments.Chunks(k_in, r, gates, cu, lengths, strides)
     if segment:
         h0, dht = segments.boundaries(plan, all_chunks, q_in, v_in, do, h0, dht, ds, chunks)
-    # The two recurrences run side by side: between their launches nothing may be copied or allocated.
+    # The kernels run side by side: between their launches nothing may be copied, allocated or freed.
+    beside = plan.beside if chunks and chain else None
     dh0 = None
     if chain:
         # `gradients` zeroes the rows behind the last boundary, here too
@@ -369,49 +370,43 @@ def backward(
             assert initial_state is not None
             dh0 = q.new_empty(initial_state.shape, dtype=torch.float32)
     if chunks:
-        s, y = _states(plan, at, all_chunks, v_in, h0, unused)
+        dq, dk = q.new_empty(tokens, H, K), q.new_empty(tokens, H, K)
+        dg = q.new_empty(tokens, HV, dtype=getattr(torch, plan.g_dtype))
+        dbeta = q.new_empty(tokens, HV, dtype=getattr(torch, plan.beta_dtype))
+        A_log, dt_bias, raw_g, raw_beta = activations.arguments(unused)
+        shares = gates.new_empty(at.slots, 2, HV) if raw_g else gates.view(-1, 2, HV)
+        g = dg if g is None or not raw_g else g.contiguous().view(tokens, HV)
+        beta = dbeta if beta is None or not raw_beta else beta.contiguous().view(tokens, HV)
+    taken = _taken(plan, at, tokens, segment)
+    progress = unused.view(torch.int32)
+    if beside:
+        words = at.progress_words(taken[-1], H, HV)
+        progress = torch.zeros(words, dtype=torch.int32, device=q.device)
+    under_way = 0 if beside is None or beside.ahead else beside.states  # blocks of states.py a head
+    if chunks:
+        s, y = _states(plan, at, all_chunks, v_in, h0, unused, progress, int(under_way > 0))
     if chain:  # gradients of S behind each chunk, of v and of the initial state
         (kernels.reverse if plan.blocks("backward") == 1 else kernels.reverse_halves)(
             *(q_in, k_in, do, r, gates, cu, unused if dht is None else dht, ds, dv),
-            unused if dh0 is None else dh0.view(-1),
+            *(unused if dh0 is None else dh0.view(-1), progress),
             *(*lengths, HV, HV // H, int(dht is not None), int(dh0 is not None), *strides),
-            *(*_taken(plan, at, tokens, segment), 0.0, int(chunks)),
+            *(*taken, 0.0, int(chunks and not (beside and beside.ahead)), int(beside is not None)),
         )
     else:
         ds, dv = s, y  # of the right shape, and finite
+    if chunks:
+        kernels.gradients(
+            *(q_in, k_in, do, dv, y, s, ds, gates, g, beta, A_log, dt_bias, cu),
+            *(dq, dk, dg, dbeta, shares, progress),
+            *(scale, *lengths, H, HV // H, int(normalize), int(normalize and not ahead)),
+            *(raw_g, raw_beta),
+            min(at.slots * H, arch.device_facts(q.device).sms),  # blocks that share the work
+            *(taken[-1], beside.reverse if beside else 0, under_way),
+        )
     if dh0 is not None and initial_state is not None:
         dh0 = dh0.to(initial_state.dtype)
-
     if not chunks:
         return Gradients(v=dv.view(v.shape) if needs.v else None, initial_state=dh0)
-    dq, dk = q.new_empty(tokens, H, K), q.new_empty(tokens, H, K)
-    dg = q.new_empty(tokens, HV, dtype=getattr(torch, plan.g_dtype))
-    dbeta = q.new_empty(tokens, HV, dtype=getattr(torch, plan.beta_dtype))
-    A_log, dt_bias, raw_g, raw_beta = activations.arguments(unused)
-    shares = gates.new_empty(at.slots, 2, HV) if raw_g else gates.view(-1, 2, HV)  # or a stand-in
-    kernels.gradients(
-        q_in,
-        k_in,
-        do,
-        dv,
-        y,
-        s,
-        ds,
-        gates,
-        dg if g is None or not raw_g else g.contiguous().view(tokens, HV),
-        dbeta if beta is None or not raw_beta else beta.contiguous().view(tokens, HV),
-        A_log,
-        dt_bias,
-        cu,
-        dq,
-        dk,
-        dg,
-        dbeta,
-        shares,
-        *(scale, *lengths, H, HV // H, int(normalize), int(normalize and not ahead)),
-        *(raw_g, raw_beta),
-        min(at.slots * H, arch.device_facts(q.device).sms),  # blocks that share the work
-    )
     dk = dk.view(B, T, H, K)
     dA_log, ddt_bias = activations.gradients(shares, needs.A_log, needs.dt_bias)
     return Gradients(
@@ -451,7 +446,8 @@ def states(
         (1, K) if state_v_first else (V, 1),
     )
     plan = plan.without("backward_segments")
-    return _states(plan, at, chunks, _packed(v, -1, HV, V), _flat(initial_state), unused)
+    v, h0 = _packed(v, -1, HV, V), _flat(initial_state)
+    return _states(plan, at, chunks, v, h0, unused, unused.view(torch.int32))
 
 
 def _states(
@@ -461,6 +457,8 @@ def _states(
     v: torch.Tensor,
     h0: torch.Tensor | None,
     unused: torch.Tensor,
+    progress: torch.Tensor,
+    publish: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As `states`, of what kernels read; `h0` are the states of segments where the plan cuts the backward."""
     k, r, gates, cu, lengths, strides = chunks
@@ -468,9 +466,9 @@ def _states(
     s, y = v.new_empty(at.slots, HV, V, K), torch.empty_like(v)
     kernels = build_backward(plan)
     (kernels.states if plan.blocks("states") == 1 else kernels.states_halves)(
-        *(k, v, r, gates, cu, unused if h0 is None else h0, s, y),
+        *(k, v, r, gates, cu, unused if h0 is None else h0, s, y, progress),
         *(*lengths, HV, HV // H, int(h0 is not None), *strides),
-        *_taken(plan, at, tokens, plan.backward_segment),
+        *(*_taken(plan, at, tokens, plan.backward_segment), publish),
     )
     return s, y
 

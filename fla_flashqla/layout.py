@@ -38,6 +38,10 @@ class Layout(NamedTuple):
         """Size of the buffer of R and the gates, in float32 words."""
         return self.slots * HV * CHUNK * (CHUNK * dtype.itemsize // 4 + GATE_ROWS)
 
+    def progress_words(self, pieces: int, H: int, HV: int) -> int:
+        """Size of what kernels/progress.cuh describes, `pieces` being sequences, or slots of segments."""
+        return H * (pieces * (4 + 8 * (HV // H)) + self.slots // 32 + pieces)
+
     def split(
         self, buffer: torch.Tensor, HV: int, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor]:

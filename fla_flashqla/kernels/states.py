@@ -26,7 +26,7 @@ numbers of warps below are for two math warpgroups.
 
 Stage s of chunk i is i % 3, its phase (i // 3) % 2. The rows of a tail chunk behind the sequence are zeroed in K and V by the load
 warps; with zero gates there Y is zero behind the sequence, whatever those rows held. Both tiles that leave are fenced for TMA by
-the warps that store them, as in `forward.py`.
+the warps that store them, as in `forward.py`. With `publish` these warps tell which chunks are complete in memory, as in `reverse.py`.
 """
 
 from functools import partial
@@ -63,8 +63,9 @@ def states_kernel(dtype: str, warpgroups: int = 2):
     f32 = "float32"
     full_row = T.GemmWarpPolicy.FullRow
     matmul = partial(T.wgmma_gemm, transpose_B=True, policy=full_row)
-    source = device_functions("chain.cuh")
-    Tn, H, HV, NSLOT, NCU, NH0 = (T.dynamic(n) for n in ("Tn", "H", "HV", "NSLOT", "NCU", "NH0"))
+    call = partial(T.call_extern, "handle")
+    source = device_functions("chain.cuh", "progress.cuh")
+    Tn, H, HV, NSLOT, NCU, NH0, NP = map(T.dynamic, ("Tn", "H", "HV", "NSLOT", "NCU", "NH0", "NP"))
 
     @T.prim_func
     def gdr_states(
@@ -76,6 +77,7 @@ def states_kernel(dtype: str, warpgroups: int = 2):
         h0: T.Tensor((NH0,), f32),
         s: T.Tensor((NSLOT, HV, D, D), dtype),
         y: T.Tensor((Tn, HV, D), dtype),
+        progress: T.Tensor((NP,), "int32"),
         seqlen: T.int32,
         cu_step: T.int32,
         sequences: T.int32,
@@ -87,6 +89,7 @@ def states_kernel(dtype: str, warpgroups: int = 2):
         longest_first: T.int32,
         segment: T.int32,
         slots: T.int32,
+        publish: T.int32,
     ):
         with T.Kernel(slots * HV * SPLITS, threads=MATH + 128, prelude=source) as bx:
             k_s = T.alloc_shared((STAGES, C, D), dtype)
@@ -254,6 +257,12 @@ def states_kernel(dtype: str, warpgroups: int = 2):
                 hq = T.alloc_var("int32", init=T.truncdiv(bh, group))
                 slot = T.alloc_var("int32", init=at[3])
                 v0 = split * M
+                counts = T.alloc_var("int32", init=0)
+                if publish > 0:
+                    number = T.if_then_else(segment > 0, piece, at[0])
+                    counts = T.call_extern(
+                        *("int32", "gdr_counts", number, bh, value_heads, group, 1, SPLITS, split)
+                    )
                 if tx < MATH + 32:
                     for i in T.serial(NT):
                         st = i % STAGES
@@ -299,6 +308,8 @@ def states_kernel(dtype: str, warpgroups: int = 2):
                         T.sync_warp()
                         if lane == 0:
                             T.barrier_arrive(y_empty)
+                        if publish > 0:
+                            call("gdr_publish", T.address_of(progress[counts + 1]), i)
                     if NF < NT:  # the rows of a tail chunk alone
                         T.barrier_wait(y_full, NF % 2)
                         T.call_extern("handle", "gdr_order")
@@ -307,6 +318,8 @@ def states_kernel(dtype: str, warpgroups: int = 2):
                                 y[bos + NF * C + t, bh, v0 + lane * (M // 32) + e] = y_s[
                                     t, lane * (M // 32) + e
                                 ]
+                    if publish > 0:
+                        call("gdr_publish_all", T.address_of(progress[counts + 1]), NT)
                 else:
                     for i in T.serial(NT):
                         T.barrier_wait(s_full, i % 2)
@@ -315,5 +328,9 @@ def states_kernel(dtype: str, warpgroups: int = 2):
                         T.sync_warp()
                         if lane == 0:
                             T.barrier_arrive(s_empty)
+                        if publish > 0:
+                            call("gdr_publish", T.address_of(progress[counts]), i)
+                    if publish > 0:
+                        call("gdr_publish_all", T.address_of(progress[counts]), NT)
 
     return gdr_states

@@ -75,31 +75,36 @@ __device__ __forceinline__ void gdr_publish(int* to, int count) { gdr::publish<1
 __device__ __forceinline__ void gdr_publish_all(int* to, int count) { gdr::publish<0>(to, count); }
 
 namespace gdr {
-// How many chunks of a chain reverse.py has completed (from the last on), and states.py. Returns -1 if all of them were taken, 1 if of those
-// that are ready one was not, else 0.
-__device__ __forceinline__ int ready(const int* chain, int group, int of_reverse, int of_states, int& done, int& made) {
-  int slot, first, tokens, rest;
+// How many chunks of a chain reverse.py has completed (from the last on), states.py (from the first), and the record. Returns -1 if all
+// were taken, 1 if of those that are ready one was not, else 0. Loads take long: those of a step do not wait for each other.
+struct Chain {
+  int slot, first, tokens, done, made;
+};
+__device__ __forceinline__ int ready(const int* at, int group, int of_reverse, int of_states, Chain& chain) {
+  int taken, chunks, state = 0;
   asm volatile("ld.relaxed.gpu.global.v4.s32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(slot), "=r"(first), "=r"(tokens), "=r"(rest)
-               : "l"(chain)
+               : "=r"(chain.slot), "=r"(chain.first), "=r"(chain.tokens), "=r"(taken)
+               : "l"(at)
                : "memory");
-  if (min(min(slot, first), tokens) == 0) return 0;
-  done = made = (tokens + 62) / 64;  // of tokens - 1
-  if (rest == done) return -1;
-  rest += done;
+  chain.done = chain.made = 1 << 30;
 #pragma unroll 1
-  for (int i = 0; i < group * max(of_reverse, of_states); ++i) {
-    if (i < group * of_reverse) {
-      const int2 count = pair(chain + 4 + 2 * i);
-      done = min(done, min(count.x, count.y));
+  for (int i = 0; i < group * max(of_reverse, of_states); i += 2) {
+#pragma unroll
+    for (int j = i; j < i + 2; ++j) {
+      int2 back = {1 << 30, 1 << 30}, forth = back;
+      if (j < group * of_reverse) back = pair(at + 4 + 2 * j);
+      if (j < group * of_states) forth = pair(at + 4 + 4 * group + 2 * j);
+      chain.done = min(chain.done, min(back.x, back.y));
+      chain.made = min(chain.made, min(forth.x, forth.y));
     }
-    if (i < group * of_states) {
-      const int2 count = pair(chain + 4 + 4 * group + 2 * i);
-      made = min(made, min(count.x, count.y));
-    }
-    if (done + made <= rest) return 0;  // chunks + those taken
+    if (min(min(chain.slot, chain.first), chain.tokens) == 0) return 0;
+    chunks = (chain.tokens + 62) / 64;  // of tokens - 1
+    chain.done = min(chain.done, chunks);
+    chain.made = min(chain.made, chunks);
+    state = taken == chunks ? -1 : chain.done + chain.made > chunks + taken;
+    if (state <= 0) break;
   }
-  return 1;
+  return state;
 }
 
 // By a warp: takes one of the chunks [low, high): the first that is free, or the last. Their bits begin at `bits`, in words that lie
@@ -142,25 +147,26 @@ __device__ __forceinline__ void gdr_take(int* progress, int pieces, int heads, i
   int round = turn * 32 % ((chains + 31) / 32 * 32), ended = 0;  // the first of 32 chains, and chains without an end so far
 #pragma unroll 1
   while (ended < chains) {
-    int done = 0, made = 0, state = -1;
+    int state = -1;
+    gdr::Chain own = {0, 0, 0, 0, 0};
     if (round + gdr::lane() < chains)
-      state = gdr::ready(progress + (round + gdr::lane()) * gdr::size(group), group, of_reverse, of_states, done, made);
+      state = gdr::ready(progress + (round + gdr::lane()) * gdr::size(group), group, of_reverse, of_states, own);
     const unsigned all = __ballot_sync(~0u, state > 0);
     ended = __all_sync(~0u, state < 0) ? ended + 32 : 0;
     if (all != 0) {
       __syncwarp();  // of what one lane has seen all see
       const unsigned later = all & ~0u << turn % 32 * min(chains, 32) / 32;
       const int from = __ffs(later != 0 ? later : all) - 1, piece = (round + from) / heads;
-      int* const chain = progress + (round + from) * gdr::size(group);
-      const int slot = gdr::word(chain) - 1, low = (gdr::word(chain + 2) + 62) / 64 - __shfl_sync(~0u, done, from);
+      const int slot = __shfl_sync(~0u, own.slot, from) - 1, tokens = __shfl_sync(~0u, own.tokens, from) - 1;
+      const int low = (tokens + 63) / 64 - __shfl_sync(~0u, own.done, from);
       int* const bits = progress + chains * gdr::size(group) +
                         (slot / 32 + piece) * heads + round + from - piece * heads;
       // up, from what reverse.py has just completed, or down, from what states.py has
-      const int chunk = gdr::take(bits, heads, low, __shfl_sync(~0u, made, from), of_states == 0 || turn % 2 == 0);
+      const int chunk = gdr::take(bits, heads, low, __shfl_sync(~0u, own.made, from), of_states == 0 || turn % 2 == 0);
       if (chunk >= 0) {
-        if (gdr::lane() == 0) atomicAdd(chain + 3, 1);
-        item[0] = gdr::word(chain + 1) - 1 + 64 * chunk;
-        item[1] = min(64, gdr::word(chain + 2) - 1 - 64 * chunk);
+        if (gdr::lane() == 0) atomicAdd(progress + (round + from) * gdr::size(group) + 3, 1);
+        item[0] = __shfl_sync(~0u, own.first, from) - 1 + 64 * chunk;
+        item[1] = min(64, tokens - 64 * chunk);
         item[2] = round + from - piece * heads;
         item[3] = slot + chunk;
         // what was stored before the counts, by whomever, comes before what TMA loads from here on

@@ -13,11 +13,21 @@ from fla_flashqla.call import Call
 HEAD_DIM = 128
 CHUNK = 64
 STEPS = ("forward", "segments", "backward_segments", "backward")
+FREE_SMS = 16  # fewer are not worth running `gradients.py` beside `reverse.py`,
+LEAST_CHUNKS = 16  # nor are shorter chains
 MAX_TOKENS = 2**31 - 192  # the kernels count tokens, padded to three chunks, in int32
 
 _MAIN_DTYPES = frozenset({"bfloat16", "float16"})
 _SIDE_DTYPES = frozenset({"float32", "bfloat16", "float16"})
 _FLOAT_DTYPES = frozenset({"float64", *_SIDE_DTYPES})
+
+
+class Beside(NamedTuple):
+    """How the kernels of a backward run beside each other if `gradients.py` runs beside `reverse.py`."""
+
+    states: int  # blocks that share the V columns of a value head in `states.py`,
+    reverse: int  # and in `reverse.py`
+    ahead: bool  # whether `reverse.py` waits for all of `states.py`
 
 
 @dataclass(frozen=True)
@@ -42,6 +52,7 @@ class Plan:
     segment_splits: int = 1  # as `splits`, for those
     backward_segment: int = 0  # the same for the backward
     backward_splits: int = 1
+    beside: Beside | None = None  # whether and how `gradients.py` runs beside `reverse.py`
     exact: bool = False  # whether segments start from the whole state, whatever has decayed
 
     @cached_property
@@ -58,21 +69,23 @@ class Plan:
 
     def without(self, step: str) -> Plan:
         """The plan of calls whose sequences stay whole where "segments" or "backward_segments" would cut them."""
-        plan = replace(self, backward_segment=0, backward_splits=1)
+        plan = replace(self, backward_segment=0, backward_splits=1, beside=None)
         return plan if step == "backward_segments" else replace(plan, segment=0, segment_splits=1)
 
     def blocks(self, step: str) -> int:
         """Blocks that share the V columns of a value head in a step."""
         if step == "forward" and self.segment:
             return self.segment_splits
+        if step in ("states", "backward") and self.beside:
+            return self.beside.states if step == "states" else self.beside.reverse
         if step in ("states", "backward") and self.backward_segment:
             return self.backward_splits
         return 1 if step == "states" and self.states_whole else self.splits
 
     @cached_property
     def _variants(self) -> dict[str, tuple[int, ...]]:
-        states = {"backward": (self.blocks("states"),)}
-        return {step: (*states.get(step, ()), self.blocks(step), self.warps) for step in STEPS}
+        more = {"backward": (self.beside is not None, self.blocks("states"))}
+        return {step: (*more.get(step, ()), self.blocks(step), self.warps) for step in STEPS}
 
     def variant(self, step: str) -> tuple[int, ...]:
         """Which kernels of a step it takes, of those that are compiled together."""
@@ -206,6 +219,7 @@ BACKWARD = Pass(
     (Maps(2, 1.03, 0.25), Maps(1, 1.8, 0.3)),  # segments.py, reverse.py
     20.0,
 )
+GRADIENTS_US = 0.0385  # of a chunk and value head in gradients.py, if all SMs work on it
 WARM_UP = 5  # chunks that make a segment's start where states decay, as a guess
 SLOWER = 1.2  # what cutting may cost, by whole sequences, where nothing decays
 MAX_SEGMENTS = 64  # of a sequence: they are combined one after the other
@@ -268,6 +282,48 @@ def segment(lengths: tuple[Lengths, ...], HV: int, sms: int, of: Pass = FORWARD)
     return found
 
 
+@lru_cache(maxsize=1024)
+def beside(
+    lengths: tuple[Lengths, ...], length: int, HV: int, sms: int, states: int, reverse: int
+) -> Beside | None:
+    """How `gradients.py` runs beside `reverse.py`, if it does, sequences being cut into segments of `length` chunks, or whole with 0.
+
+    Otherwise `states` and `reverse` blocks share a head. Both recurrences under way leave chunks to work on in their second half only, which is
+    why `states.py` may go ahead where they do not run beside each other anyway. No more than a guess: nothing of this has been
+    measured.
+    """
+    at = lengths[0]
+    chunks = min(length, at.longest) if length else at.longest
+    chains = at.chains(HV, length) if length else at.N * HV
+    work, room = at.total(HV) * GRADIENTS_US, sms - FREE_SMS
+    forth, back = BACKWARD.recurrences
+
+    def us(kernel: Recurrence, shares: int) -> float:
+        one, rest = kernel.whole if shares == 1 else kernel.halves
+        return max(
+            _rounds_us(chunks, chains * shares, sms, one, rest), at.total(HV) * kernel.memory
+        )
+
+    def left(us: float, blocks: int) -> float:
+        """Of the gradients, what is left after a time in which they have the other SMs."""
+        return max(0.0, work - us * (sms - blocks) / sms)
+
+    if chunks < LEAST_CHUNKS:
+        return None
+    if chains * (states + reverse) <= room:
+        return Beside(states, reverse, False)
+    if chains * (states + reverse) <= sms:
+        return None
+    best, found = _chains_us(chunks, chains, at.total(HV), sms, BACKWARD) + work, None
+    for shares in (1, 2):
+        if chains * shares <= room:
+            time = us(back, shares)
+            total = us(forth, states) + time + left(time, chains * shares)
+            if total < best:
+                best, found = total, Beside(states, shares, True)
+    return found
+
+
 def _lengths(call: Call) -> tuple[Lengths, ...]:
     """As `segment` takes them, rounded up to few different ones: each is planned once."""
 
@@ -308,16 +364,23 @@ def plan(call: Call) -> Plan | Reference | Refusal:
     assert call.sm is not None
     sizes = _lengths(call), call.HV, call.sms
     cut = segment(*sizes)
-    cut_backward = segment(*sizes, BACKWARD) if call.needs_grad else (0, 1)
+    cut_backward, at_once, whole = (0, 1), None, False
+    if call.needs_grad:
+        cut_backward = segment(*sizes, BACKWARD)
+        whole = states_whole(call.N * call.HV, call.sms)
+        reverse = cut_backward[1] if cut_backward[0] else splits(call.N * call.HV, call.sms)
+        states = 1 if whole and not cut_backward[0] else reverse
+        at_once = beside(sizes[0], cut_backward[0] // CHUNK, *sizes[1:], states, reverse)
     return _plan(
         *(ARCHS[call.sm].name, call.q_dtype, call.g_dtype, call.beta_dtype),
         splits(call.N * call.HV, call.sms),
         warps(call.HV // call.H),
         longest_first(call.varlen, call.N, call.HV, call.sms),
         call.needs_grad,
-        call.needs_grad and states_whole(call.N * call.HV, call.sms),
+        whole,
         *cut,
         *cut_backward,
+        at_once,
     )
 
 

@@ -25,7 +25,7 @@ from model_helpers import (
 
 from fla_flashqla import api, chunk, segments
 from fla_flashqla.call import describe
-from fla_flashqla.plan import BACKWARD, Plan, plan, segment, splits
+from fla_flashqla.plan import BACKWARD, Beside, Plan, plan, segment, splits
 from fla_flashqla.testing import (
     GRADIENT_BOUNDS,
     Case,
@@ -252,6 +252,15 @@ def test_flashqla_segments_backward_of_their_own(shares: int, forward: int, cut:
     ahead = ["prepare", *STATES * bool(forward), "forward_halves"]
     suffix = "_halves" if shares == 2 else ""
     assert launched == [*ahead, *BOTH, "states" + suffix, "reverse" + suffix, "gradients"]
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_flashqla_segments_backward_gradients_beside(cut: Any, ahead: bool) -> None:
+    """Segments are pieces as sequences are, also those of nobody."""
+    launched = cut(64, backward_splits=2, beside=Beside(2, 1, ahead))
+    for fields in ({"B": 2, "T": 150}, {"lens": LENS, "tail": 3}):
+        check(square(**fields))
+    assert launched == [*FORWARD, *BOTH, "states_halves", "reverse", "gradients"] * 2
 
 
 # The switch, and what happens if segments cannot run

@@ -229,6 +229,12 @@ def test_flashqla_strided_views():
     h0 = x["initial_state"][:1]
     want = run_ours(**{**x, "initial_state": h0.repeat(2, 1, 1, 1)})
     assert_same(run_ours(**{**x, "initial_state": h0.expand(2, -1, -1, -1)}), want)
+    one = {n: x[n][:1] for n in (*ROWS, "initial_state")}
+    want = run_ours(**{**x, **one})
+    longer = {
+        n: torch.cat([one[n]] * 2, 1)[:, :130] for n in ROWS
+    }  # contiguous, its rows far apart
+    assert_same(run_ours(**{**x, **one, **longer}), want)
     cu = torch.tensor([0, 7, 130, 7, 260, 7], device=DEVICE)[::2]
     flat = {**x, **{n: x[n].flatten(0, 1)[None] for n in ROWS}}
     assert_same(run_ours(**flat, cu_seqlens=cu), run_ours(**flat, cu_seqlens=cu.clone()))

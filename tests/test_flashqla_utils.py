@@ -4,6 +4,7 @@
 import pytest
 import torch
 
+from fla_flashqla.layout import Packed
 from fla_flashqla.utils import (
     prepare_chunk_indices,
     prepare_chunk_offsets,
@@ -105,3 +106,16 @@ def test_flashqla_tensor_cache_across_inference_mode():
         return x + 1
 
     assert uncounted(cu) is not uncounted(cu)
+
+
+def test_flashqla_packed():
+    """Kernels get what was given, uncopied and unviewed, or an aligned copy."""
+    q, k, v = (torch.rand(2, 5, heads, 8) for heads in (1, 1, 3))
+    q.requires_grad_()
+    packed = Packed.of(q, k, v, None)
+    assert packed.q is q and packed.k is k and packed.v is v
+    odd = torch.rand(k.numel() + 1)[1:].view_as(k)
+    turned = torch.rand(2, 3, 5, 8).transpose(1, 2)
+    packed = Packed.of(q, odd, turned, None)
+    for got, given in ((packed.k, odd), (packed.v, turned)):
+        assert got.is_contiguous() and got.data_ptr() % 16 == 0 and torch.equal(got, given)

@@ -359,8 +359,7 @@ def backward(
     taken = _taken(plan, at, B * T, segment)
     progress = cu  # stands in
     if beside:
-        words = at.progress_words(taken[-1], H, HV)
-        progress = torch.zeros(words, dtype=torch.int32, device=q.device)
+        progress = cu.new_zeros(at.progress_words(taken[-1], H, HV))
     under_way = 0 if beside is None or beside.ahead else beside.states  # blocks of states.py a head
     if chunks:
         s, y = _states(plan, at, all_chunks, v_in, h0, progress, int(under_way > 0))

@@ -21,7 +21,8 @@ import tilelang
 import tilelang.language as T
 
 from fla_flashqla.kernels import device_functions
-from fla_flashqla.kernels.prepare import HEAD, optional
+from fla_flashqla.kernels.arguments import optional
+from fla_flashqla.kernels.prepare import HEAD
 
 ROWS = 16  # a block
 THREADS = 256

@@ -46,6 +46,7 @@ import tilelang
 import tilelang.language as T
 
 from fla_flashqla.kernels import device_functions
+from fla_flashqla.kernels.arguments import flat, optional, packed
 from fla_flashqla.kernels.prepare import (
     CHAIN_ROWS,
     CHUNK,
@@ -57,9 +58,6 @@ from fla_flashqla.kernels.prepare import (
     GATE_U,
     GATE_X,
     HEAD,
-    flat,
-    optional,
-    packed,
 )
 
 STAGES = 3

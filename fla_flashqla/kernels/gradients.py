@@ -72,25 +72,15 @@ from functools import partial
 import tilelang.language as T
 
 from fla_flashqla.kernels import device_functions
+from fla_flashqla.kernels.arguments import optional, packed
 from fla_flashqla.kernels.forward import PASS_CONFIGS
-from fla_flashqla.kernels.prepare import (
-    CHUNK,
-    GATE_O,
-    GATE_ROWS,
-    GATE_X,
-    HEAD,
-    L2NORM_EPS,
-    flat,
-    optional,
-    packed,
-)
+from fla_flashqla.kernels.prepare import CHUNK, GATE_O, GATE_ROWS, GATE_X, HEAD, L2NORM_EPS
 
 __all__ = ["PASS_CONFIGS", "REGISTERS", "gradients_kernel"]
 STAGES = 2
 REGISTERS = (160, 160, 152, 40)  # a thread, by warpgroup
 # row sums of a head: Q . dQ, K . dK+, K . Z beta / b, dbeta, K . dK-; in the last, <S, dS> in two parts and the decay
 SUM_Q, SUM_K, SUM_Z, SUM_BETA, SUM_BB, SUM_DOT = range(6)
-SUM_ROWS = 6
 
 
 def gradients_kernel(dtype: str, g_dtype: str, beta_dtype: str):
@@ -105,9 +95,9 @@ def gradients_kernel(dtype: str, g_dtype: str, beta_dtype: str):
     """
     C, D = CHUNK, HEAD
     f32 = "float32"
-    EPS = T.float32(L2NORM_EPS)
     matmul = partial(T.wgmma_gemm, policy=T.GemmWarpPolicy.FullRow)
     call = partial(T.call_extern, "handle")
+    zero = partial(T.call_extern, "handle", "gdr_zero")
     find = partial(T.call_extern, "int32", "gdr_find")
     sums = partial(T.call_extern, f32, "gdr_sums")
     inner = partial(T.call_extern, f32, "gdr_inner_" + dtype)
@@ -170,9 +160,7 @@ def gradients_kernel(dtype: str, g_dtype: str, beta_dtype: str):
         of_reverse: T.int32,
         of_states: T.int32,
     ):
-        q, k, do, dw, y, dq, dk = map(packed, (q, k, do, dw, y, dq, dk))
-        g, beta, dg, dbeta = map(packed, (g, beta, dg, dbeta))
-        A_log, dt_bias = flat(A_log), flat(dt_bias)
+        q, k, do, dw, y, dq, dk, dg, dbeta = map(packed, (q, k, do, dw, y, dq, dk, dg, dbeta))
         shares = T.Tensor((NSLOT, 2, HV), f32, shares.data)
         with T.Kernel(blocks, threads=512, prelude=source) as bx:
             q_s = T.alloc_shared((C, D), dtype)
@@ -184,7 +172,7 @@ def gradients_kernel(dtype: str, g_dtype: str, beta_dtype: str):
             ds_s = T.alloc_shared((D, D), dtype)
             f_s = T.alloc_shared((2, C, C), dtype)
             g_s = T.alloc_shared((STAGES, GATE_ROWS, C), f32)
-            sums_s = T.alloc_shared((STAGES, SUM_ROWS, C), f32)
+            sums_s = T.alloc_shared((STAGES, SUM_DOT + 1, C), f32)
             item_s = T.alloc_shared((2, 4), "int32")
 
             told = T.alloc_barrier(arrive_count=[1] * 2)
@@ -264,7 +252,7 @@ def gradients_kernel(dtype: str, g_dtype: str, beta_dtype: str):
                         arrive(sum_full, s, lane)
                         i += 1
                     if normalize_q > 0:
-                        call("gdr_project_" + dtype, ptr(dQ), ptr(q_s), EPS)
+                        call("gdr_project_" + dtype, ptr(dQ), ptr(q_s), L2NORM_EPS)
                     arrive(qk_empty, 0, lane)
                     call(
                         *("gdr_rows_" + dtype, ptr(dQ)),
@@ -283,7 +271,7 @@ def gradients_kernel(dtype: str, g_dtype: str, beta_dtype: str):
                     lk[1] = 0.0
                     T.barrier_wait(qk_full, it % 2)
                     if normalize_k > 0:
-                        call("gdr_log_norm_" + dtype, ptr(k_s), ptr(lk), EPS)
+                        call("gdr_log_norm_" + dtype, ptr(k_s), ptr(lk), L2NORM_EPS)
                     for _ in T.serial(group):
                         s = i % STAGES
                         wait(full, s, i // STAGES % 2)
@@ -315,7 +303,7 @@ def gradients_kernel(dtype: str, g_dtype: str, beta_dtype: str):
                         call("gdr_take", ptr(dKp), ptr(f_s), half)
                         arrive(taken, 0, lane)
                     if normalize_k > 0:
-                        call("gdr_project_" + dtype, ptr(dKp), ptr(k_s), EPS)
+                        call("gdr_project_" + dtype, ptr(dKp), ptr(k_s), L2NORM_EPS)
                     arrive(qk_empty, 0, lane)
                     call(
                         *("gdr_rows_" + dtype, ptr(dKp)),
@@ -387,14 +375,12 @@ def gradients_kernel(dtype: str, g_dtype: str, beta_dtype: str):
                                 call("gdr_blank", T.address_of(dq[t0 + e, hq, 0]), wide)
                                 call("gdr_blank", T.address_of(dk[t0 + e, hq, 0]), wide)
                                 call("gdr_blank", T.address_of(dw[t0 + e, hv, 0]), wide * group)
-                                call("gdr_zero", T.address_of(dg[t0 + e, hv]), wide * group)
-                                call("gdr_zero", T.address_of(dbeta[t0 + e, hv]), wide * group)
+                                zero(T.address_of(dg[t0 + e, hv]), wide * group)
+                                zero(T.address_of(dbeta[t0 + e, hv]), wide * group)
                             if (n == sequences) | (valid <= 0):
                                 # every slot is added up, also one without a chunk
                                 for e in T.serial(T.if_then_else(raw_g > 0, 2, 0)):
-                                    call(
-                                        "gdr_zero", T.address_of(shares[slot, e, hv]), wide * group
-                                    )
+                                    zero(T.address_of(shares[slot, e, hv]), wide * group)
                                 valid = 0
                             elif of_reverse > 0:
                                 valid = 0

@@ -32,6 +32,7 @@ import tilelang
 import tilelang.language as T
 
 from fla_flashqla.kernels import device_functions
+from fla_flashqla.kernels.arguments import flat, optional, packed
 
 CHUNK = 64
 HEAD = 128  # K = V
@@ -52,21 +53,6 @@ PASS_CONFIGS = {
     tilelang.PassConfigKey.TL_DISABLE_THREAD_STORAGE_SYNC: True,  # warps work on their own between block barriers
     "tl.disable_safe_memory_legalize": True,  # indices are in range by construction
 }
-
-
-def packed(x):
-    """`x` `[B, T, ...]` as `[tokens, ...]`, which costs the host nothing here."""
-    return T.view(x, (x.shape[0] * x.shape[1], *x.shape[2:]))
-
-
-def optional(name: str):
-    """A float32 argument of any four sizes, so that another, unread, can stand in for it; see `flat`."""
-    return T.Tensor([T.dynamic(f"{name}_{i}") for i in range(4)], "float32")
-
-
-def flat(x):
-    """All elements of `optional`."""
-    return T.view(x, (x.shape[0] * x.shape[1] * x.shape[2] * x.shape[3],))
 
 
 def prepare_kernel(dtype: str, g_dtype: str, beta_dtype: str, warps: int = 4):

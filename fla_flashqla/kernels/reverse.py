@@ -63,6 +63,7 @@ import tilelang
 import tilelang.language as T
 
 from fla_flashqla.kernels import device_functions
+from fla_flashqla.kernels.arguments import flat, optional, packed
 from fla_flashqla.kernels.forward import PASS_CONFIGS, REGISTERS, STAGES, clean, land
 from fla_flashqla.kernels.prepare import (
     CHAIN_ROWS,
@@ -75,9 +76,6 @@ from fla_flashqla.kernels.prepare import (
     GATE_U,
     GATE_X,
     HEAD,
-    flat,
-    optional,
-    packed,
 )
 
 __all__ = ["HALVES", "PASS_CONFIGS", "REGISTERS", "reverse_kernel"]

@@ -36,6 +36,7 @@ import tilelang
 import tilelang.language as T
 
 from fla_flashqla.kernels import device_functions
+from fla_flashqla.kernels.arguments import packed
 from fla_flashqla.kernels.forward import PASS_CONFIGS, STAGES
 from fla_flashqla.kernels.prepare import (
     CHAIN_ROWS,
@@ -45,7 +46,6 @@ from fla_flashqla.kernels.prepare import (
     GATE_U,
     GATE_X,
     HEAD,
-    packed,
 )
 
 __all__ = ["PASS_CONFIGS", "REGISTERS", "segments_kernel"]

@@ -35,6 +35,7 @@ import tilelang
 import tilelang.language as T
 
 from fla_flashqla.kernels import device_functions
+from fla_flashqla.kernels.arguments import flat, optional, packed
 from fla_flashqla.kernels.forward import PASS_CONFIGS, STAGES, clean, land
 from fla_flashqla.kernels.prepare import (
     CHAIN_ROWS,
@@ -44,9 +45,6 @@ from fla_flashqla.kernels.prepare import (
     GATE_U,
     GATE_X,
     HEAD,
-    flat,
-    optional,
-    packed,
 )
 
 __all__ = ["PASS_CONFIGS", "REGISTERS", "states_kernel"]

@@ -25,7 +25,9 @@ def prepared(x, lens, warps):
     plan = dataclasses.replace(plan, warps=warps, gradients=True)
     with poisoned_memory():
         o = torch.empty_like(v)
-        r, gates = chunk.prepare(plan, at, q, k, g, beta, o, 0.5, normalize, normalize)
+        buffer = q.new_empty(at.words(g.shape[1], q.dtype), dtype=torch.float32)
+        cu = at.cu_or(buffer)
+        r, gates = chunk.prepare(plan, at, buffer, cu, q, k, g, beta, o, 0.5, normalize, normalize)
     slots, bos = [], 0
     for n, length in enumerate(lens):
         slots += [bos // C + n + i for i in range(-(-length // C))]

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import NamedTuple
@@ -182,9 +183,8 @@ class Recurrence(NamedTuple):
     halves: tuple[float, float]
     memory: float = 0.0
 
-    def us(self, chunks: int, chains: int, total: int, sms: int) -> float:
-        """Of all chains, up to `chunks` long each, `total` chunks in all."""
-        shares = splits(chains, sms)
+    def us(self, chunks: int, chains: int, total: int, sms: int, shares: int) -> float:
+        """Of all chains, up to `chunks` long each, `total` chunks in all, with so many blocks a head."""
         one, rest = self.whole if shares == 1 else self.halves
         return max(_rounds_us(chunks, chains * shares, sms, one, rest), total * self.memory)
 
@@ -204,6 +204,7 @@ class Pass(NamedTuple):
     recurrences: tuple[Recurrence, ...]
     maps: tuple[Maps, ...]
     cut_us: float  # what launching all of `maps` and `combine.py` takes beside
+    gradients: float = 0.0  # of a chunk and value head in `gradients.py`, if all SMs work on it
 
 
 # Microseconds, fitted to benchmarks/results (`segments_choice.py`); whole heads of the backward are guesses from the forward.
@@ -218,8 +219,8 @@ BACKWARD = Pass(
     ),
     (Maps(2, 1.03, 0.25), Maps(1, 1.8, 0.3)),  # segments.py, reverse.py
     20.0,
+    0.0385,
 )
-GRADIENTS_US = 0.0385  # of a chunk and value head in gradients.py, if all SMs work on it
 WARM_UP = 5  # chunks that make a segment's start where states decay, as a guess
 SLOWER = 1.2  # what cutting may cost, by whole sequences, where nothing decays
 MAX_SEGMENTS = 64  # of a sequence: they are combined one after the other
@@ -236,8 +237,40 @@ def _whole_us(at: Lengths, HV: int, sms: int, of: Pass) -> float:
 
 
 def _chains_us(chunks: int, chains: int, total: int, sms: int, of: Pass) -> float:
-    times = [kernel.us(chunks, chains, total, sms) for kernel in of.recurrences]
-    return max(times) if len(times) * chains * splits(chains, sms) <= sms else sum(times)
+    return min(us for us, _ in _ways(chunks, chains, total, sms, of))
+
+
+def _ways(
+    chunks: int, chains: int, total: int, sms: int, of: Pass
+) -> Iterator[tuple[float, Beside | None]]:
+    """Microseconds of the recurrences and of `gradients.py`, and how the latter runs beside the former, if it does.
+
+    Both recurrences under way leave chunks to work on in their second half only, which is why `states.py` may go ahead where they do not
+    run beside each other anyway. No more than a guess: nothing of this has been measured.
+    """
+    halves = splits(chains, sms)
+    shares = [1 if i == 0 and states_whole(chains, sms) else halves for i in range(2)]
+    pairs = list(zip(of.recurrences, shares[-len(of.recurrences) :], strict=True))
+    times = [kernel.us(chunks, chains, total, sms, n) for kernel, n in pairs]
+    together = chains * sum(n for _, n in pairs) <= sms
+    work = total * of.gradients
+    yield (max(times) if together else sum(times)) + work, None
+
+    def with_gradients(us: float, of_that: float, blocks: int) -> float:
+        """A time, and what is left of the gradients after a part of it in which they have the other SMs."""
+        return us + max(0.0, work - us * of_that * (sms - blocks) / sms)
+
+    if not work or chunks < LEAST_CHUNKS:
+        return
+    if chains * sum(shares) <= sms - FREE_SMS:
+        us = with_gradients(max(times), 0.5, chains * sum(shares))
+        yield us, Beside(shares[0], shares[1], False)
+    elif not together:
+        for n in (1, 2):
+            if chains * n <= sms - FREE_SMS:
+                back = of.recurrences[1].us(chunks, chains, total, sms, n)
+                us = times[0] + with_gradients(back, 1.0, chains * n)
+                yield us, Beside(shares[0], n, True)
 
 
 def _cut_us(at: Lengths, length: int, HV: int, sms: int, of: Pass) -> tuple[float, float]:
@@ -283,45 +316,13 @@ def segment(lengths: tuple[Lengths, ...], HV: int, sms: int, of: Pass = FORWARD)
 
 
 @lru_cache(maxsize=1024)
-def beside(
-    lengths: tuple[Lengths, ...], length: int, HV: int, sms: int, states: int, reverse: int
-) -> Beside | None:
-    """How `gradients.py` runs beside `reverse.py`, if it does, sequences being cut into segments of `length` chunks, or whole with 0.
-
-    Otherwise `states` and `reverse` blocks share a head. Both recurrences under way leave chunks to work on in their second half only, which is
-    why `states.py` may go ahead where they do not run beside each other anyway. No more than a guess: nothing of this has been
-    measured.
-    """
+def beside(lengths: tuple[Lengths, ...], length: int, HV: int, sms: int) -> Beside | None:
+    """How `gradients.py` runs beside the recurrences, if it does, sequences being cut into segments of `length` chunks, or whole with 0."""
     at = lengths[0]
     chunks = min(length, at.longest) if length else at.longest
     chains = at.chains(HV, length) if length else at.N * HV
-    work, room = at.total(HV) * GRADIENTS_US, sms - FREE_SMS
-    forth, back = BACKWARD.recurrences
-
-    def us(kernel: Recurrence, shares: int) -> float:
-        one, rest = kernel.whole if shares == 1 else kernel.halves
-        return max(
-            _rounds_us(chunks, chains * shares, sms, one, rest), at.total(HV) * kernel.memory
-        )
-
-    def left(us: float, blocks: int) -> float:
-        """Of the gradients, what is left after a time in which they have the other SMs."""
-        return max(0.0, work - us * (sms - blocks) / sms)
-
-    if chunks < LEAST_CHUNKS:
-        return None
-    if chains * (states + reverse) <= room:
-        return Beside(states, reverse, False)
-    if chains * (states + reverse) <= sms:
-        return None
-    best, found = _chains_us(chunks, chains, at.total(HV), sms, BACKWARD) + work, None
-    for shares in (1, 2):
-        if chains * shares <= room:
-            time = us(back, shares)
-            total = us(forth, states) + time + left(time, chains * shares)
-            if total < best:
-                best, found = total, Beside(states, shares, True)
-    return found
+    ways = _ways(chunks, chains, at.total(HV), max(sms, 1), BACKWARD)
+    return min(ways, key=lambda way: way[0])[1]
 
 
 def _lengths(call: Call) -> tuple[Lengths, ...]:
@@ -364,20 +365,17 @@ def plan(call: Call) -> Plan | Reference | Refusal:
     assert call.sm is not None
     sizes = _lengths(call), call.HV, call.sms
     cut = segment(*sizes)
-    cut_backward, at_once, whole = (0, 1), None, False
+    cut_backward, at_once = (0, 1), None
     if call.needs_grad:
         cut_backward = segment(*sizes, BACKWARD)
-        whole = states_whole(call.N * call.HV, call.sms)
-        reverse = cut_backward[1] if cut_backward[0] else splits(call.N * call.HV, call.sms)
-        states = 1 if whole and not cut_backward[0] else reverse
-        at_once = beside(sizes[0], cut_backward[0] // CHUNK, *sizes[1:], states, reverse)
+        at_once = beside(sizes[0], cut_backward[0] // CHUNK, *sizes[1:])
     return _plan(
         *(ARCHS[call.sm].name, call.q_dtype, call.g_dtype, call.beta_dtype),
         splits(call.N * call.HV, call.sms),
         warps(call.HV // call.H),
         longest_first(call.varlen, call.N, call.HV, call.sms),
         call.needs_grad,
-        whole,
+        call.needs_grad and states_whole(call.N * call.HV, call.sms),
         *cut,
         *cut_backward,
         at_once,

@@ -89,7 +89,7 @@ def _backward(ctx: Any, do: Gradient, dht: Gradient, _: Gradient = None) -> tupl
     q, k, v, cu, r, gates, initial_state, A_log, dt_bias, g, beta = ctx.saved_tensors
     call: Call = ctx.call
     packed = Packed(q, k, v, ctx.unread_cu if cu is None else cu, ctx.at)
-    gradients = chunk.backward(
+    dq, dk, dv, dg, dbeta, dh0, dA_log, ddt_bias = chunk.backward(
         *(call.plan, packed, r, gates, call.scale, initial_state),
         *(call.use_qk_l2norm_in_kernel, call.state_v_first, do, dht),
         chunk.Needs._make(ctx.needs_input_grad[1:]),
@@ -98,7 +98,7 @@ def _backward(ctx: Any, do: Gradient, dht: Gradient, _: Gradient = None) -> tupl
     )
     if do is not None or dht is not None:
         report.ran(call.plan.path("backward"))
-    return None, *gradients
+    return None, dq, dk, dv, dg, dbeta, dh0, dA_log, ddt_bias
 
 
 _backward_once = once_differentiable(_backward)

@@ -11,7 +11,6 @@ from torch.autograd import forward_ad
 from fla_flashqla import arch
 from fla_flashqla.call import Call, describe
 from fla_flashqla.plan import (
-    Beside,
     Plan,
     Reference,
     Refusal,
@@ -478,24 +477,6 @@ def test_flashqla_states_whole():
     """Where halves are many, and whole heads still fit beside the halves of the other recurrence."""
     assert [n for n in range(1, 200) if states_whole(n, 132)] == [*range(25, 45)]
     assert all(splits(n, 132) == 2 for n in range(25, 45))
-
-
-def test_flashqla_beside():
-    """Gradients run beside the recurrences where those leave SMs, but not for short chains, nor a forward alone."""
-    trained = Call(**{**BASE, "T": 8192, "H": 4, "HV": 16, "needs_grad": True})
-    assert plan(trained).beside == Beside(2, 2, False)  # 64 blocks
-    assert plan(trained._replace(needs_grad=False)).beside is None
-    assert plan(trained._replace(T=15 * 64)).beside is None
-    assert plan(trained._replace(HV=32)).beside == Beside(1, 2, False)  # 96 blocks
-    assert plan(trained._replace(HV=40)).beside is None  # 120, which run beside each other
-    many = plan(trained._replace(HV=64))
-    assert many.beside == Beside(2, 1, True) and many.splits == 2
-    assert (many.blocks("states"), many.blocks("backward"), many.blocks("forward")) == (2, 1, 2)
-    assert plan(trained._replace(HV=128)).beside is None  # no SM is left
-    cut = plan(trained._replace(HV=8, T=32768))
-    assert cut.backward_segment and cut.without("backward_segments").beside is None
-    assert many.variant("backward") != replace(many, beside=None).variant("backward")
-    assert many.variant("forward") == replace(many, beside=None).variant("forward")
 
 
 def test_flashqla_longest_first():

@@ -1,15 +1,19 @@
 # SPDX-License-Identifier: MIT
-"""Which chunks gradients.py takes beside the recurrences: kernels/progress.cuh, step by step, every access of memory a step of its own."""
+"""Which chunks gradients.py takes beside the recurrences: kernels/progress.cuh, step by step, every access of memory a step of its own; and where they do so."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Generator, Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
+from test_flashqla_plan import BASE
 
+from fla_flashqla.call import Call
 from fla_flashqla.layout import Layout
+from fla_flashqla.plan import Beside, plan
 
 C, LANES, WORD = 64, 32, (1 << 32) - 1
 Steps = Iterator[None]
@@ -259,3 +263,21 @@ def test_flashqla_progress_chains_share_no_word() -> None:
         ]
         assert len(used) == len(set(used)) and max(used, default=0) < words
         assert min(used, default=len(pieces) * 3 * work.size) >= len(pieces) * 3 * work.size
+
+
+def test_flashqla_progress_where() -> None:
+    """Gradients run beside the recurrences where those leave SMs, but not for short chains, nor a forward alone."""
+    trained = Call(**{**BASE, "T": 8192, "H": 4, "HV": 16, "needs_grad": True})
+    assert plan(trained).beside == Beside(2, 2, False)  # 64 blocks
+    assert plan(trained._replace(needs_grad=False)).beside is None
+    assert plan(trained._replace(T=15 * 64)).beside is None
+    assert plan(trained._replace(HV=32)).beside == Beside(1, 2, False)  # 96 blocks
+    assert plan(trained._replace(HV=40)).beside is None  # 120, which run beside each other
+    many = plan(trained._replace(HV=64))
+    assert many.beside == Beside(2, 1, True) and many.splits == 2
+    assert (many.blocks("states"), many.blocks("backward"), many.blocks("forward")) == (2, 1, 2)
+    assert plan(trained._replace(HV=128)).beside is None  # no SM is left
+    cut = plan(trained._replace(HV=8, T=32768))
+    assert cut.backward_segment and cut.without("backward_segments").beside is None
+    assert many.variant("backward") != replace(many, beside=None).variant("backward")
+    assert many.variant("forward") == replace(many, beside=None).variant("forward")

@@ -310,7 +310,7 @@ def test_flashqla_segments_backward_while_a_graph_is_captured(
 
 def test_flashqla_segments_backward_where_they_pay() -> None:
     """Few heads and long sequences; nothing to be won where chains fill the GPU or chunks are few."""
-    for HV, T in ((8, 32768), (8, 8192), (4, 8192), (16, 32768), (1, 2**20)):
+    for HV, T in ((8, 32768), (8, 8192), (4, 8192), (1, 2**20)):
         tokens, shares = segment(alike_lengths(T, 1), HV, 132, BACKWARD)
         assert tokens % 64 == 0 and 0 < tokens < T
         count = -(-T // tokens)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
+import test_flashqla_kernels
 import torch
 from gpu_helpers import loss_gradients, poisoned_memory
 from model_helpers import EVERY, PLAN, REHEARSE, SM90, any_sign, compare, fitting, gradients, small
@@ -219,3 +220,11 @@ def test_flashqla_launches_fit_the_kernels(
     end = "_halves" if splits == 2 else ""
     backward = {f"states{end}", f"reverse{end}", "gradients"}
     assert set(seen) == {"prepare", "prepare_single", f"forward{end}"} | backward
+
+
+@pytest.mark.parametrize("warps", [1, 4])
+def test_flashqla_gradients_of_a_preparation_alone(warps: int) -> None:
+    """What tests of `prepare.py` on a GPU call, and expect, holds for its model."""
+    lens = (70, 0, 64, 3)
+    x = make_inputs(Case(1, 2, lens=lens, l2norm=True))
+    test_flashqla_kernels.compare(x, lens, "bfloat16", warps)

@@ -62,9 +62,8 @@ def launcher(kernel: Any) -> Any:
     """
     try:
         return kernel.adapter.get_exportable_executable()["main"]
-    except (
-        Exception
-    ):  # a release of TileLang that keeps it elsewhere: slower, and no reason to fail
+    except Exception:
+        # A release of TileLang that keeps it elsewhere: launches are slower, which is no reason to fail.
         return kernel
 
 

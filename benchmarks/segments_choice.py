@@ -96,7 +96,7 @@ def measure(step: str, heads: str, seqs: str, gates: str, dtype: str, mode: str)
             made = plan(call)
             assert isinstance(made, Plan)
             changed: dict[str, Any] = dict(zip(fields, (tokens, shares), strict=True))
-            return replace(made, beside=None, **changed)  # what cutting alone changes
+            return replace(made, **changed)
 
         with mock.patch.object(api, "plan", forced):
             times[f"{tokens}/{shares}"] = bench.time_graph(lambda: timed(inputs, step))

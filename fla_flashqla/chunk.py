@@ -339,8 +339,7 @@ def backward(
     all_chunks = segments.Chunks(k_in, r, gates, cu, lengths, strides)
     if segment:
         h0, dht = segments.boundaries(plan, all_chunks, q, v_in, do, h0, dht, ds, chunks)
-    # The kernels run side by side: between their launches nothing may be copied, allocated or freed.
-    beside = plan.beside if chunks and chain else None
+    # The two recurrences run side by side: between their launches nothing may be copied or allocated.
     dh0 = None
     if chain:
         # `gradients` zeroes the rows behind the last boundary, here too
@@ -349,42 +348,49 @@ def backward(
             assert initial_state is not None
             dh0 = gates.new_empty(*initial_state.shape)
     if chunks:
-        dq, dk = torch.empty_like(q), torch.empty_like(q)
-        dg = q.new_empty(B, T, HV, dtype=getattr(torch, plan.g_dtype))
-        dbeta = q.new_empty(B, T, HV, dtype=getattr(torch, plan.beta_dtype))
-        A_log, dt_bias, raw_g, raw_beta = activations.arguments(gates)
-        shares = gates.new_empty(at.slots, 2, HV, 1) if raw_g else gates  # or a stand-in
-        g = dg if g is None or not raw_g else g.contiguous()
-        beta = dbeta if beta is None or not raw_beta else beta.contiguous()
-    taken = _taken(plan, at, B * T, segment)
-    progress = cu  # stands in
-    if beside:
-        progress = cu.new_zeros(at.progress_words(taken[-1], H, HV))
-    under_way = 0 if beside is None or beside.ahead else beside.states  # blocks of states.py a head
-    if chunks:
-        s, y = _states(plan, at, all_chunks, v_in, h0, progress, int(under_way > 0))
+        s, y = _states(plan, at, all_chunks, v_in, h0)
     if chain:  # gradients of S behind each chunk, of v and of the initial state
         (kernels.reverse if plan.blocks("backward") == 1 else kernels.reverse_halves)(
             *(q, k_in, do, r, gates, cu, gates if dht is None else dht, ds, dv),
-            *(gates if dh0 is None else dh0, progress),
+            gates if dh0 is None else dh0,
             *(*lengths, HV, HV // H, int(dht is not None), int(dh0 is not None), *strides),
-            *(*taken, 0.0, int(chunks and not (beside and beside.ahead)), int(beside is not None)),
+            *(*_taken(plan, at, B * T, segment), 0.0, int(chunks)),
         )
     else:
         ds, dv = s, y  # of the right shape, and finite
-    if chunks:
-        kernels.gradients(
-            *(q, k_in, do, dv, y, s, ds, gates, g, beta, A_log, dt_bias, cu),
-            *(dq, dk, dg, dbeta, shares, progress),
-            *(scale, B * T, *lengths, H, HV // H, int(normalize), int(normalize and not ahead)),
-            *(raw_g, raw_beta),
-            min(at.slots * H, arch.device_facts(q.device).sms),  # blocks that share the work
-            *(taken[-1], beside.reverse if beside else 0, under_way),
-        )
     if dh0 is not None and initial_state is not None and initial_state.dtype != dh0.dtype:
         dh0 = dh0.to(initial_state.dtype)
+
     if not chunks:
         return Gradients(v=dv if needs.v else None, initial_state=dh0)
+    dq, dk = torch.empty_like(q), torch.empty_like(q)
+    dg = q.new_empty(B, T, HV, dtype=getattr(torch, plan.g_dtype))
+    dbeta = q.new_empty(B, T, HV, dtype=getattr(torch, plan.beta_dtype))
+    A_log, dt_bias, raw_g, raw_beta = activations.arguments(gates)
+    shares = gates.new_empty(at.slots, 2, HV, 1) if raw_g else gates  # or a stand-in
+    kernels.gradients(
+        q,
+        k_in,
+        do,
+        dv,
+        y,
+        s,
+        ds,
+        gates,
+        dg if g is None or not raw_g else g.contiguous(),
+        dbeta if beta is None or not raw_beta else beta.contiguous(),
+        A_log,
+        dt_bias,
+        cu,
+        dq,
+        dk,
+        dg,
+        dbeta,
+        shares,
+        *(scale, B * T, *lengths, H, HV // H, int(normalize), int(normalize and not ahead)),
+        *(raw_g, raw_beta),
+        min(at.slots * H, arch.device_facts(q.device).sms),  # blocks that share the work
+    )
     if ahead:
         dk = l2norm.backward(k, dk)
     dA_log, ddt_bias = activations.gradients(shares, needs.A_log, needs.dt_bias)
@@ -421,7 +427,7 @@ def states(
         (1, k.shape[3]) if state_v_first else (v.shape[3], 1),
     )
     plan = plan.without("backward_segments")
-    return _states(plan, at, chunks, aligned(v), _float(initial_state), chunks.cu)
+    return _states(plan, at, chunks, aligned(v), _float(initial_state))
 
 
 def _states(
@@ -430,8 +436,6 @@ def _states(
     chunks: segments.Chunks,
     v: torch.Tensor,
     h0: torch.Tensor | None,
-    progress: torch.Tensor,
-    publish: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As `states`, of what kernels read; `h0` are the states of segments where the plan cuts the backward."""
     k, r, gates, cu, lengths, strides = chunks
@@ -439,9 +443,9 @@ def _states(
     s, y = v.new_empty(at.slots, HV, V, K), torch.empty_like(v)
     kernels = build_backward(plan)
     (kernels.states if plan.blocks("states") == 1 else kernels.states_halves)(
-        *(k, v, r, gates, cu, gates if h0 is None else h0, s, y, progress),
+        *(k, v, r, gates, cu, gates if h0 is None else h0, s, y),
         *(*lengths, HV, HV // H, int(h0 is not None), *strides),
-        *(*_taken(plan, at, B * T, plan.backward_segment), publish),
+        *_taken(plan, at, B * T, plan.backward_segment),
     )
     return s, y
 

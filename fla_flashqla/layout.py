@@ -45,10 +45,6 @@ class Layout(NamedTuple):
             q.new_empty(self.slots, HV, GATE_ROWS, CHUNK, dtype=torch.float32),
         )
 
-    def progress_words(self, pieces: int, H: int, HV: int) -> int:
-        """Size of what kernels/progress.cuh describes, `pieces` being sequences, or slots of segments."""
-        return H * (pieces * (4 + 8 * (HV // H)) + self.slots // 32 + pieces)
-
     def split(
         self, buffer: torch.Tensor, HV: int, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor]:

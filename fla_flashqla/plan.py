@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import NamedTuple
@@ -14,21 +13,11 @@ from fla_flashqla.call import Call
 HEAD_DIM = 128
 CHUNK = 64
 STEPS = ("forward", "segments", "backward_segments", "backward")
-FREE_SMS = 16  # fewer are not worth running `gradients.py` beside `reverse.py`,
-LEAST_CHUNKS = 16  # nor are shorter chains
 MAX_TOKENS = 2**31 - 192  # the kernels count tokens, padded to three chunks, in int32
 
 _MAIN_DTYPES = frozenset({"bfloat16", "float16"})
 _SIDE_DTYPES = frozenset({"float32", "bfloat16", "float16"})
 _FLOAT_DTYPES = frozenset({"float64", *_SIDE_DTYPES})
-
-
-class Beside(NamedTuple):
-    """How the kernels of a backward run beside each other if `gradients.py` runs beside `reverse.py`."""
-
-    states: int  # blocks that share the V columns of a value head in `states.py`,
-    reverse: int  # and in `reverse.py`
-    ahead: bool  # whether `reverse.py` waits for all of `states.py`
 
 
 @dataclass(frozen=True)
@@ -53,7 +42,6 @@ class Plan:
     segment_splits: int = 1  # as `splits`, for those
     backward_segment: int = 0  # the same for the backward
     backward_splits: int = 1
-    beside: Beside | None = None  # whether and how `gradients.py` runs beside `reverse.py`
     exact: bool = False  # whether segments start from the whole state, whatever has decayed
 
     @cached_property
@@ -70,23 +58,21 @@ class Plan:
 
     def without(self, step: str) -> Plan:
         """The plan of calls whose sequences stay whole where "segments" or "backward_segments" would cut them."""
-        plan = replace(self, backward_segment=0, backward_splits=1, beside=None)
+        plan = replace(self, backward_segment=0, backward_splits=1)
         return plan if step == "backward_segments" else replace(plan, segment=0, segment_splits=1)
 
     def blocks(self, step: str) -> int:
         """Blocks that share the V columns of a value head in a step."""
         if step == "forward" and self.segment:
             return self.segment_splits
-        if step in ("states", "backward") and self.beside:
-            return self.beside.states if step == "states" else self.beside.reverse
         if step in ("states", "backward") and self.backward_segment:
             return self.backward_splits
         return 1 if step == "states" and self.states_whole else self.splits
 
     @cached_property
     def _variants(self) -> dict[str, tuple[int, ...]]:
-        more = {"backward": (self.beside is not None, self.blocks("states"))}
-        return {step: (*more.get(step, ()), self.blocks(step), self.warps) for step in STEPS}
+        states = {"backward": (self.blocks("states"),)}
+        return {step: (*states.get(step, ()), self.blocks(step), self.warps) for step in STEPS}
 
     def variant(self, step: str) -> tuple[int, ...]:
         """Which kernels of a step it takes, of those that are compiled together."""
@@ -183,8 +169,9 @@ class Recurrence(NamedTuple):
     halves: tuple[float, float]
     memory: float = 0.0
 
-    def us(self, chunks: int, chains: int, total: int, sms: int, shares: int) -> float:
-        """Of all chains, up to `chunks` long each, `total` chunks in all, with so many blocks a head."""
+    def us(self, chunks: int, chains: int, total: int, sms: int) -> float:
+        """Of all chains, up to `chunks` long each, `total` chunks in all."""
+        shares = splits(chains, sms)
         one, rest = self.whole if shares == 1 else self.halves
         return max(_rounds_us(chunks, chains * shares, sms, one, rest), total * self.memory)
 
@@ -204,7 +191,6 @@ class Pass(NamedTuple):
     recurrences: tuple[Recurrence, ...]
     maps: tuple[Maps, ...]
     cut_us: float  # what launching all of `maps` and `combine.py` takes beside
-    gradients: float = 0.0  # of a chunk and value head in `gradients.py`, if all SMs work on it
 
 
 # Microseconds, fitted to benchmarks/results (`segments_choice.py`); whole heads of the backward are guesses from the forward.
@@ -219,7 +205,6 @@ BACKWARD = Pass(
     ),
     (Maps(2, 1.03, 0.25), Maps(1, 1.8, 0.3)),  # segments.py, reverse.py
     20.0,
-    0.0385,
 )
 WARM_UP = 5  # chunks that make a segment's start where states decay, as a guess
 SLOWER = 1.2  # what cutting may cost, by whole sequences, where nothing decays
@@ -237,40 +222,8 @@ def _whole_us(at: Lengths, HV: int, sms: int, of: Pass) -> float:
 
 
 def _chains_us(chunks: int, chains: int, total: int, sms: int, of: Pass) -> float:
-    return min(us for us, _ in _ways(chunks, chains, total, sms, of))
-
-
-def _ways(
-    chunks: int, chains: int, total: int, sms: int, of: Pass
-) -> Iterator[tuple[float, Beside | None]]:
-    """Microseconds of the recurrences and of `gradients.py`, and how the latter runs beside the former, if it does.
-
-    Both recurrences under way leave chunks to work on in their second half only, which is why `states.py` may go ahead where they do not
-    run beside each other anyway. No more than a guess: nothing of this has been measured.
-    """
-    halves = splits(chains, sms)
-    shares = [1 if i == 0 and states_whole(chains, sms) else halves for i in range(2)]
-    pairs = list(zip(of.recurrences, shares[-len(of.recurrences) :], strict=True))
-    times = [kernel.us(chunks, chains, total, sms, n) for kernel, n in pairs]
-    together = chains * sum(n for _, n in pairs) <= sms
-    work = total * of.gradients
-    yield (max(times) if together else sum(times)) + work, None
-
-    def with_gradients(us: float, of_that: float, blocks: int) -> float:
-        """A time, and what is left of the gradients after a part of it in which they have the other SMs."""
-        return us + max(0.0, work - us * of_that * (sms - blocks) / sms)
-
-    if not work or chunks < LEAST_CHUNKS:
-        return
-    if chains * sum(shares) <= sms - FREE_SMS:
-        us = with_gradients(max(times), 0.5, chains * sum(shares))
-        yield us, Beside(shares[0], shares[1], False)
-    elif not together:
-        for n in (1, 2):
-            if chains * n <= sms - FREE_SMS:
-                back = of.recurrences[1].us(chunks, chains, total, sms, n)
-                us = times[0] + with_gradients(back, 1.0, chains * n)
-                yield us, Beside(shares[0], n, True)
+    times = [kernel.us(chunks, chains, total, sms) for kernel in of.recurrences]
+    return max(times) if len(times) * chains * splits(chains, sms) <= sms else sum(times)
 
 
 def _cut_us(at: Lengths, length: int, HV: int, sms: int, of: Pass) -> tuple[float, float]:
@@ -315,16 +268,6 @@ def segment(lengths: tuple[Lengths, ...], HV: int, sms: int, of: Pass = FORWARD)
     return found
 
 
-@lru_cache(maxsize=1024)
-def beside(lengths: tuple[Lengths, ...], length: int, HV: int, sms: int) -> Beside | None:
-    """How `gradients.py` runs beside the recurrences, if it does, sequences being cut into segments of `length` chunks, or whole with 0."""
-    at = lengths[0]
-    chunks = min(length, at.longest) if length else at.longest
-    chains = at.chains(HV, length) if length else at.N * HV
-    ways = _ways(chunks, chains, at.total(HV), max(sms, 1), BACKWARD)
-    return min(ways, key=lambda way: way[0])[1]
-
-
 def _lengths(call: Call) -> tuple[Lengths, ...]:
     """As `segment` takes them, rounded up to few different ones: each is planned once."""
 
@@ -365,10 +308,7 @@ def plan(call: Call) -> Plan | Reference | Refusal:
     assert call.sm is not None
     sizes = _lengths(call), call.HV, call.sms
     cut = segment(*sizes)
-    cut_backward, at_once = (0, 1), None
-    if call.needs_grad:
-        cut_backward = segment(*sizes, BACKWARD)
-        at_once = beside(sizes[0], cut_backward[0] // CHUNK, *sizes[1:])
+    cut_backward = segment(*sizes, BACKWARD) if call.needs_grad else (0, 1)
     return _plan(
         *(ARCHS[call.sm].name, call.q_dtype, call.g_dtype, call.beta_dtype),
         splits(call.N * call.HV, call.sms),
@@ -378,7 +318,6 @@ def plan(call: Call) -> Plan | Reference | Refusal:
         call.needs_grad and states_whole(call.N * call.HV, call.sms),
         *cut,
         *cut_backward,
-        at_once,
     )
 
 

@@ -154,9 +154,9 @@ def boundaries(
         (count, HV), H = maps.kept.shape, k.shape[2]
         maps = maps._replace(back_local=torch.empty_like(maps.phi))
         build_backward(plan).reverse_segments(
-            *(q, k, do, r, gates, cu, gates if dht is None else dht, ds, do, maps.back_local, cu),
+            *(q, k, do, r, gates, cu, gates if dht is None else dht, ds, do, maps.back_local),
             *(*lengths, HV, HV // H, int(dht is not None), 1, *strides, 0, segment, count),
-            *(threshold(plan, k.dtype), 0, 0),
+            *(threshold(plan, k.dtype), 0),
         )
     made, ends = _combine(plan, chunks, maps, segment, wanted, h0, dht)
     return made if states else None, None if ds is None else ends

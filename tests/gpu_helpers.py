@@ -50,10 +50,7 @@ def poisoned_memory():
 
 
 def planner(**fields):
-    """What plans calls as `plan` does, but for these fields, and gradients beside the recurrences only if they say so."""
-
-    if fields:
-        fields = {"beside": None, **fields}
+    """What plans calls as `plan` does, but for these fields."""
 
     def planned(call):
         made = plan(call)

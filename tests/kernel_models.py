@@ -234,26 +234,7 @@ def tile(c: Chunk, h: int, group: int, gates: Tensor, r: Tensor | None, q: Tenso
     return found if r is None else [*found, r[c.slot, h, :n, :n].double()]
 
 
-def published(
-    progress: Tensor, kernel: int, heads: int, group: int, slots: int, found: list[Piece]
-) -> None:
-    """All that kernels/progress.cuh says of chunks when `kernel` (0 reverse, 1 states) is through with them."""
-    size = 4 + 8 * group
-    records = progress[: slots * heads * size].view(slots, heads, size)
-    lengths = torch.zeros(slots, 3, dtype=torch.int32)
-    for p in found:
-        if p.chunks:
-            first, last = p.chunks[0], p.chunks[-1]
-            tokens = last.rows.stop - first.rows.start
-            lengths[p.slot] = torch.tensor([first.slot, first.rows.start, tokens])
-    lengths = lengths.to(progress.device)
-    if kernel == 0:
-        records[:, :, :3] = lengths[:, None] + 1
-    counts = (lengths[:, 2] + C - 1) // C
-    records[:, :, 4 + 4 * group * kernel :][:, :, : 4 * group] = counts[:, None, None]
-
-
-def states(k, v, r, gates, cu, h0, s, y, progress, seqlen, cu_step, sequences, value_heads, group, use_h0, stride_k, stride_v, longest_first, segment, slots, publish):  # fmt: skip
+def states(k, v, r, gates, cu, h0, s, y, seqlen, cu_step, sequences, value_heads, group, use_h0, stride_k, stride_v, longest_first, segment, slots):  # fmt: skip
     k, v, y = by_token(k, v, y)
     K, V = k.shape[-1], v.shape[-1]
     rest = value_heads, K, V, (stride_k, stride_v)
@@ -266,9 +247,6 @@ def states(k, v, r, gates, cu, h0, s, y, progress, seqlen, cu_step, sequences, v
                 Y = R @ (b_v - gate[X, :, None] * (b_k @ S))
                 s[c.slot, h], y[c.rows, h] = S.T.to(s.dtype), Y.to(y.dtype)
                 S = step(S, Y, b_k, gate, gates[c.slot, h, DECAY, 0])
-    if publish:
-        found = [*pieces(cu, seqlen, cu_step, sequences, segment)]
-        published(progress, 1, value_heads // group, group, slots, found)
 
 
 def step_back(dS: Tensor, c: Chunk, h: int, group: int, *tensors: Tensor) -> tuple[Tensor, Tensor]:
@@ -280,7 +258,7 @@ def step_back(dS: Tensor, c: Chunk, h: int, group: int, *tensors: Tensor) -> tup
     return dW, dS - (gate[X, :, None] * b_k).T @ dW
 
 
-def reverse(q, k, do, r, gates, cu, dht, ds, dv, dh0, progress, seqlen, cu_step, sequences, value_heads, group, use_dht, store_dh0, stride_k, stride_v, longest_first, segment, slots, threshold, beside, publish):  # fmt: skip
+def reverse(q, k, do, r, gates, cu, dht, ds, dv, dh0, seqlen, cu_step, sequences, value_heads, group, use_dht, store_dh0, stride_k, stride_v, longest_first, segment, slots, threshold, beside):  # fmt: skip
     q, k, do, dv = by_token(q, k, do, dv)
     K, V = k.shape[-1], do.shape[-1]
     rest = value_heads, K, V, (stride_k, stride_v)
@@ -296,12 +274,9 @@ def reverse(q, k, do, r, gates, cu, dht, ds, dv, dh0, progress, seqlen, cu_step,
             if store_dh0 and p.n != n:
                 state(dh0, p.n, h, *rest).copy_(dS)
         n = p.n
-    if publish:
-        found = [*pieces(cu, seqlen, cu_step, sequences, segment)]
-        published(progress, 0, value_heads // group, group, slots, found)
 
 
-def reverse_segments(q, k, do, r, gates, cu, dht, ds, dv, dh0, progress, seqlen, cu_step, sequences, value_heads, group, use_dht, store_dh0, stride_k, stride_v, longest_first, segment, slots, threshold, beside, publish):  # fmt: skip
+def reverse_segments(q, k, do, r, gates, cu, dht, ds, dv, dh0, seqlen, cu_step, sequences, value_heads, group, use_dht, store_dh0, stride_k, stride_v, longest_first, segment, slots, threshold, beside):  # fmt: skip
     q, k, do, dv = by_token(q, k, do, dv)
     K, V = k.shape[-1], do.shape[-1]
     rest = value_heads, K, V, (stride_k, stride_v)
@@ -316,20 +291,11 @@ def reverse_segments(q, k, do, r, gates, cu, dht, ds, dv, dh0, progress, seqlen,
             state(dh0, p.slot, h, value_heads, K, V, (1, K)).copy_(dS)
 
 
-def gradients(q, k, do, dw, y, state, dstate, gates, g, beta, A_log, dt_bias, cu, dq, dk, dg, dbeta, shares, progress, scale, Tn, seqlen, cu_step, sequences, heads, group, normalize_q, normalize_k, raw_g, raw_beta, blocks, pieces, of_reverse, of_states):  # fmt: skip
+def gradients(q, k, do, dw, y, state, dstate, gates, g, beta, A_log, dt_bias, cu, dq, dk, dg, dbeta, shares, scale, Tn, seqlen, cu_step, sequences, heads, group, normalize_q, normalize_k, raw_g, raw_beta, blocks):  # fmt: skip
     q, k, do, dw, y, dq, dk = by_token(q, k, do, dw, y, dq, dk)
     g, beta, dg, dbeta = by_token(g, beta, dg, dbeta)
     A_log, dt_bias = A_log.flatten(), dt_bias.flatten()
     assert scale >= 0 and len(q) == Tn
-    if of_reverse:
-        size = 4 + 8 * group
-        assert progress.numel() == heads * (pieces * size + len(state) // 32 + pieces)
-        records = progress[: pieces * heads * size].view(pieces, heads, size)
-        assert (records[..., :3] > 0).all()
-        complete = ((records[..., 2:3] + C - 2) // C).expand(-1, -1, 2 * group)
-        for kernel, count in enumerate((of_reverse, of_states)):
-            counts = records[..., 4 + 4 * group * kernel :][..., : 2 * group * count]
-            assert (counts == complete.repeat(1, 1, 2)[..., : 2 * group * count]).all()
     if raw_g:
         shares = shares.view(-1, 2, heads * group)
         shares.zero_()

@@ -12,7 +12,6 @@ import torch
 from gpu_helpers import planner
 
 from fla_flashqla import api, arch, chunk_gated_delta_rule, dispatch_report
-from fla_flashqla.plan import Beside
 from fla_flashqla.testing import (
     BOUNDS,
     DIFFERENTIABLE,
@@ -35,10 +34,9 @@ def cut(tokens, shares):
 
 # Tails, an empty sequence, rows behind the last boundary, negative betas, and enough chunks to use each of three stages more than
 # twice; few chains (half a head a block) and many; then blocks of `gradients.py` take several items, tails among them, and
-# sequences start in the order of their lengths; then gates and betas that the kernels make; then three that are cut into segments
-# in both passes: nothing decays and a segment uses each stage more than twice, states decay until they are dropped, and packed
-# sequences keep decayed states; several items a block again, on so few SMs that racecheck has room for all it finds; at last
-# gradients beside the recurrences.
+# sequences start in the order of their lengths; then gates and betas that the kernels make; then three that are cut into segments in
+# both passes: nothing decays and a segment uses each stage more than twice, states decay until they are dropped, and packed
+# sequences keep decayed states; at last several items a block again, on so few SMs that racecheck has room for all it finds.
 CASES = (
     (Case(1, 2, B=1, T=580), {}),
     (Case(1, 2, lens=(1, 64, 0, 70, 580), tail=3, l2norm=True, dtype="float16"), {}),
@@ -54,8 +52,6 @@ CASES = (
     (Case(1, 2, T=700, gates="strong", dtype="float16"), cut(192, 1)),
     (Case(1, 2, lens=(1, 0, 450, 250), tail=70, gates="mild", l2norm=True), cut(128, 1)),
     (Case(2, 2, lens=(70, 0, 130, *[70] * 7)), {"sms": 7}),
-    (Case(1, 2, lens=(1, 0, 450, 250), tail=70), {"beside": Beside(1, 2, False), "splits": 2}),
-    (Case(2, 2, B=2, T=450), {"beside": Beside(2, 1, True), "sms": 7}),
 )
 
 

@@ -232,7 +232,7 @@ def test_flashqla_autograd_passes_absent_gradients_as_flags(
     seen: list[Any] = []
 
     def reverse(*args: Any) -> None:
-        seen.append((args[16:18], args[2].any().item()))  # use_dht, store_dh0
+        seen.append((args[15:17], args[2].any().item()))  # use_dht, store_dh0
         kernel_models.reverse(*args)
 
     kernels = kernel_models.BACKWARD._replace(reverse=reverse)

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
 
 import pytest
 import test_flashqla_kernels
@@ -14,7 +13,7 @@ from model_helpers import EVERY, PLAN, REHEARSE, SM90, any_sign, compare, fittin
 
 import fla_flashqla
 from fla_flashqla import api, arch, chunk, chunk_gated_delta_rule, l2norm, reference
-from fla_flashqla.plan import Beside, Plan
+from fla_flashqla.plan import Plan
 from fla_flashqla.testing import (
     DIFFERENTIABLE,
     Case,
@@ -136,33 +135,6 @@ def test_flashqla_gradients_by_plan(
         states = "states" if whole else f"states{end}"
         assert launched == [prepare, f"forward{end}", states, f"reverse{end}", "gradients"]
         launched.clear()
-
-
-@pytest.mark.parametrize("ahead", [False, True])
-@pytest.mark.parametrize(("of_states", "of_reverse"), [(1, 1), (1, 2), (2, 1), (2, 2)])
-def test_flashqla_gradients_beside_the_recurrences(
-    of_states: int,
-    of_reverse: int,
-    ahead: bool,
-    monkeypatch: pytest.MonkeyPatch,
-    launched: list[str],
-) -> None:
-    """The plan says who takes whole heads; gradients alone, and none, need no other kernel beside them."""
-    planned = replace(PLAN, splits=2, beside=Beside(of_states, of_reverse, ahead))
-    monkeypatch.setattr(api, "plan", lambda call: planned)
-    ends = ["", "_halves"]
-    chains = [f"states{ends[of_states - 1]}", f"reverse{ends[of_reverse - 1]}"]
-    for fields in ({"B": 2, "T": 66, "H": 1}, {"lens": (0, 130, 1), "tail": 3, "HV": 2}):
-        x = small(**fields)
-        do, dht = make_output_gradients(x)
-        want = oracle_gradients(x, do, dht)
-        for names, kernels in ((EVERY, chains), (("q",), chains[:1]), (("v",), chains[1:])):
-            launched.clear()
-            with poisoned_memory():
-                got = gradients(x, do, dht, names)
-            compare(got, {n: want[n] for n in got})
-            last = [] if names == ("v",) else ["gradients"]
-            assert launched == ["prepare", "forward_halves", *kernels, *last]
 
 
 DTYPES = [("bfloat16", "float16", "bfloat16"), ("float16", "float32", "float16")]

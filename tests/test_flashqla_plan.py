@@ -340,7 +340,7 @@ def test_flashqla_only_dtypes_select_a_kernel(q, g, beta):
     assert hash(plan(call)) == hash(want) and repr(want) == (
         f"Plan(arch='sm90', dtype='{q}', g_dtype='{g}', beta_dtype='{beta}', splits=2, warps=1, "
         "longest_first=False, gradients=False, states_whole=False, segment=0, segment_splits=1, "
-        "backward_segment=0, backward_splits=1, beside=None, exact=False)"
+        "backward_segment=0, backward_splits=1, exact=False)"
     )
     trained = plan(call._replace(needs_grad=True))
     assert trained == replace(want, gradients=True, states_whole=True)

@@ -25,7 +25,7 @@ from model_helpers import (
 
 from fla_flashqla import api, chunk, segments
 from fla_flashqla.call import describe
-from fla_flashqla.plan import BACKWARD, Beside, Plan, plan, segment, splits
+from fla_flashqla.plan import BACKWARD, Plan, plan, segment, splits
 from fla_flashqla.testing import (
     GRADIENT_BOUNDS,
     Case,
@@ -254,15 +254,6 @@ def test_flashqla_segments_backward_of_their_own(shares: int, forward: int, cut:
     assert launched == [*ahead, *BOTH, "states" + suffix, "reverse" + suffix, "gradients"]
 
 
-@pytest.mark.parametrize("ahead", [False, True])
-def test_flashqla_segments_backward_gradients_beside(cut: Any, ahead: bool) -> None:
-    """Segments are pieces as sequences are, also those of nobody."""
-    launched = cut(64, backward_splits=2, beside=Beside(2, 1, ahead))
-    for fields in ({"B": 2, "T": 150}, {"lens": LENS, "tail": 3}):
-        check(square(**fields))
-    assert launched == [*FORWARD, *BOTH, "states_halves", "reverse", "gradients"] * 2
-
-
 # The switch, and what happens if segments cannot run
 
 
@@ -310,7 +301,7 @@ def test_flashqla_segments_backward_while_a_graph_is_captured(
 
 def test_flashqla_segments_backward_where_they_pay() -> None:
     """Few heads and long sequences; nothing to be won where chains fill the GPU or chunks are few."""
-    for HV, T in ((8, 32768), (8, 8192), (4, 8192), (1, 2**20)):
+    for HV, T in ((8, 32768), (8, 8192), (4, 8192), (16, 32768), (1, 2**20)):
         tokens, shares = segment(alike_lengths(T, 1), HV, 132, BACKWARD)
         assert tokens % 64 == 0 and 0 < tokens < T
         count = -(-T // tokens)

@@ -8,14 +8,6 @@ __device__ __forceinline__ void gdr_order() { asm volatile("" ::: "memory"); }
 
 namespace gdr {
 
-// The lane, derived anew each time: registers of the warp that asks are few.
-__device__ __forceinline__ int lane() {
-  int t = threadIdx.x % 32;
-  asm volatile("" : "+r"(t));
-  return t;
-}
-
-
 __device__ __forceinline__ unsigned pack(float x, float y, __nv_bfloat16) {
   const __nv_bfloat162 p = __floats2bfloat162_rn(x, y);
   return *reinterpret_cast<const unsigned*>(&p);

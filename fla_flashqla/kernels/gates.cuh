@@ -9,6 +9,13 @@ constexpr float GATE_FLOOR = -128.0f;  // as in prepare.py
 __device__ __forceinline__ float folded(float x) { return __expf(-fabsf(x)); }  // e
 __device__ __forceinline__ float softplus(float x, float e) { return fmaxf(x, 0.0f) + log1pf(e); }
 __device__ __forceinline__ float sigmoid(float x, float e) { return __fdividef(x < 0.0f ? e : 1.0f, 1.0f + e); }
+
+// The lane, derived anew each time: registers of the warp that asks are few.
+__device__ __forceinline__ int lane() {
+  int t = threadIdx.x % 32;
+  asm volatile("" : "+r"(t));
+  return t;
+}
 }  // namespace gdr
 
 // -exp(a) softplus(x)

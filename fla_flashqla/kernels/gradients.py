@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: MIT
 """Gradients of q, k, g and beta from the states of both chains, all chunks side by side (SM90).
 
-The work is cut into items, one per (chunk, q/k head). Loads of a block's next item run under the products of the last; it goes through the
-value heads of each. With `of_reverse` 0 everything is waited for, and a block takes every `blocks`-th item. Otherwise the kernel runs
-beside `reverse.py`, and `states.py` unless `of_states` is 0: it is launched programmatically as soon as all their blocks have started, and
-blocks take the chunks that these complete (`progress.cuh`), whichever block is free. A result is the same, whoever makes it. Per chunk of C = 64 tokens and value head, with S the state at its start,
+The work is cut into items, one per (chunk, q/k head). A block takes every `blocks`-th of them, so that loads of the next run under the
+products of the last, and goes through the value heads of each. Per chunk of C = 64 tokens and value head, with S the state at its start,
 dS the gradient of its outgoing state, Y the error before beta and dW = dv (`states.py`, `reverse.py`), the gate vectors of
 `prepare.py` (pr, gc), beta without its sign, as there, and b = beta, but 1 / 64 where beta is smaller than that:
 
@@ -57,7 +55,7 @@ product of S and dS. Everything is 32-bit but for operands of products.
     sum_empty[s]   1                     sum warp           math, dot       they may be overwritten
     landed         1 + bytes             load warp          load warp       q and k of a tail chunk can be cleaned
 
-The load warp alone knows which items the block has; it passes over those without tokens and tells the end by an item of no rows. Item m and head i
+The load warp alone looks at every item; it passes over those without tokens and tells the end by an item of no rows. Item m and head i
 of a block, counted without those, are in stage m % 2 and i % 2. A barrier completes once per head; told, heard and qk_* once per
 item; landed once per tail chunk; given and taken twice per item, so that their phases start afresh with each. Behind an item's
 last head f_empty waits for the exchange of dK-.
@@ -81,6 +79,7 @@ STAGES = 2
 REGISTERS = (160, 160, 152, 40)  # a thread, by warpgroup
 # row sums of a head: Q . dQ, K . dK+, K . Z beta / b, dbeta, K . dK-; in the last, <S, dS> in two parts and the decay
 SUM_Q, SUM_K, SUM_Z, SUM_BETA, SUM_BB, SUM_DOT = range(6)
+SUM_ROWS = 6
 
 
 def gradients_kernel(dtype: str, g_dtype: str, beta_dtype: str):
@@ -95,14 +94,12 @@ def gradients_kernel(dtype: str, g_dtype: str, beta_dtype: str):
     """
     C, D = CHUNK, HEAD
     f32 = "float32"
+    EPS = T.float32(L2NORM_EPS)
     matmul = partial(T.wgmma_gemm, policy=T.GemmWarpPolicy.FullRow)
     call = partial(T.call_extern, "handle")
-    zero = partial(T.call_extern, "handle", "gdr_zero")
     find = partial(T.call_extern, "int32", "gdr_find")
-    sums = partial(T.call_extern, f32, "gdr_sums")
-    inner = partial(T.call_extern, f32, "gdr_inner_" + dtype)
-    source = device_functions("gates.cuh", "gradients.cuh", "progress.cuh")
-    B, L, H, HV, NSLOT, NCU, NP = map(T.dynamic, ("B", "L", "H", "HV", "NSLOT", "NCU", "NP"))
+    source = device_functions("gates.cuh", "gradients.cuh")
+    B, L, H, HV, NSLOT, NCU = map(T.dynamic, ("B", "L", "H", "HV", "NSLOT", "NCU"))
 
     # pointers "to read", also where a device function writes, keep TileLang from adding fences
     def ptr(buffer, offset=0):
@@ -143,7 +140,6 @@ def gradients_kernel(dtype: str, g_dtype: str, beta_dtype: str):
         dg: T.Tensor((B, L, HV), g_dtype),
         dbeta: T.Tensor((B, L, HV), beta_dtype),
         shares: optional("shares"),
-        progress: T.Tensor((NP,), "int32"),
         scale: T.float32,
         Tn: T.int32,
         seqlen: T.int32,
@@ -156,9 +152,6 @@ def gradients_kernel(dtype: str, g_dtype: str, beta_dtype: str):
         raw_g: T.int32,
         raw_beta: T.float32,
         blocks: T.int32,
-        pieces: T.int32,
-        of_reverse: T.int32,
-        of_states: T.int32,
     ):
         q, k, do, dw, y, dq, dk, dg, dbeta = map(packed, (q, k, do, dw, y, dq, dk, dg, dbeta))
         shares = T.Tensor((NSLOT, 2, HV), f32, shares.data)
@@ -172,7 +165,7 @@ def gradients_kernel(dtype: str, g_dtype: str, beta_dtype: str):
             ds_s = T.alloc_shared((D, D), dtype)
             f_s = T.alloc_shared((2, C, C), dtype)
             g_s = T.alloc_shared((STAGES, GATE_ROWS, C), f32)
-            sums_s = T.alloc_shared((STAGES, SUM_DOT + 1, C), f32)
+            sums_s = T.alloc_shared((STAGES, SUM_ROWS, C), f32)
             item_s = T.alloc_shared((2, 4), "int32")
 
             told = T.alloc_barrier(arrive_count=[1] * 2)
@@ -207,10 +200,9 @@ def gradients_kernel(dtype: str, g_dtype: str, beta_dtype: str):
             pair = T.alloc_local((2,), f32)  # of a thread's two rows
             lk = T.alloc_local((2,), f32)
 
-            if of_reverse == 0:
-                T.pdl_sync()
             tx = T.get_thread_binding()
             lane = tx % 32
+            items = T.ceildiv(NSLOT * heads - bx, blocks)
             i = T.alloc_var("int32", init=0)  # heads so far
             it = T.alloc_var("int32", init=0)  # items so far, but for those without tokens
             tails = T.alloc_var("int32", init=0)  # items with a tail chunk so far
@@ -231,8 +223,13 @@ def gradients_kernel(dtype: str, g_dtype: str, beta_dtype: str):
                         T.wait_wgmma(0)
                         T.barrier_wait(f_empty, (i + 1) % 2)
                         call(
-                            *("gdr_f1_" + dtype, ptr(F1), ptr(F1b), ptr(f_s), row(g_s, s, 0)),
-                            *(scale, item_s[it % 2, 1]),
+                            "gdr_f1_" + dtype,
+                            ptr(F1),
+                            ptr(F1b),
+                            ptr(f_s),
+                            row(g_s, s, 0),
+                            scale,
+                            item_s[it % 2, 1],
                         )
                         T.fence_proxy_async()
                         arrive(f_full, 0, lane)
@@ -252,12 +249,14 @@ def gradients_kernel(dtype: str, g_dtype: str, beta_dtype: str):
                         arrive(sum_full, s, lane)
                         i += 1
                     if normalize_q > 0:
-                        call("gdr_project_" + dtype, ptr(dQ), ptr(q_s), L2NORM_EPS)
+                        call("gdr_project_" + dtype, ptr(dQ), ptr(q_s), EPS)
                     arrive(qk_empty, 0, lane)
                     call(
-                        *("gdr_rows_" + dtype, ptr(dQ)),
+                        "gdr_rows_" + dtype,
+                        ptr(dQ),
                         T.address_of(dq[item_s[it % 2, 0], item_s[it % 2, 2], 0]),
-                        *(heads * D, item_s[it % 2, 1]),
+                        heads * D,
+                        item_s[it % 2, 1],
                     )
                     arrive(heard, it % 2, lane)
                     it += 1
@@ -271,7 +270,7 @@ def gradients_kernel(dtype: str, g_dtype: str, beta_dtype: str):
                     lk[1] = 0.0
                     T.barrier_wait(qk_full, it % 2)
                     if normalize_k > 0:
-                        call("gdr_log_norm_" + dtype, ptr(k_s), ptr(lk), L2NORM_EPS)
+                        call("gdr_log_norm_" + dtype, ptr(k_s), ptr(lk), EPS)
                     for _ in T.serial(group):
                         s = i % STAGES
                         wait(full, s, i // STAGES % 2)
@@ -279,8 +278,13 @@ def gradients_kernel(dtype: str, g_dtype: str, beta_dtype: str):
                         T.wait_wgmma(0)
                         T.barrier_wait(f_empty, (i + 1) % 2)
                         call(
-                            *("gdr_f2_" + dtype, ptr(F2), ptr(F2b), ptr(f_s, C * C)),
-                            *(row(g_s, s, 0), ptr(lk), item_s[it % 2, 1]),
+                            "gdr_f2_" + dtype,
+                            ptr(F2),
+                            ptr(F2b),
+                            ptr(f_s, C * C),
+                            row(g_s, s, 0),
+                            ptr(lk),
+                            item_s[it % 2, 1],
                         )
                         T.fence_proxy_async()
                         arrive(f_full, 1, lane)
@@ -303,12 +307,14 @@ def gradients_kernel(dtype: str, g_dtype: str, beta_dtype: str):
                         call("gdr_take", ptr(dKp), ptr(f_s), half)
                         arrive(taken, 0, lane)
                     if normalize_k > 0:
-                        call("gdr_project_" + dtype, ptr(dKp), ptr(k_s), L2NORM_EPS)
+                        call("gdr_project_" + dtype, ptr(dKp), ptr(k_s), EPS)
                     arrive(qk_empty, 0, lane)
                     call(
-                        *("gdr_rows_" + dtype, ptr(dKp)),
+                        "gdr_rows_" + dtype,
+                        ptr(dKp),
                         T.address_of(dk[item_s[it % 2, 0], item_s[it % 2, 2], 0]),
-                        *(heads * D, item_s[it % 2, 1]),
+                        heads * D,
+                        item_s[it % 2, 1],
                     )
                     arrive(heard, it % 2, lane)
                     it += 1
@@ -357,48 +363,29 @@ def gradients_kernel(dtype: str, g_dtype: str, beta_dtype: str):
                 T.set_max_nreg(REGISTERS[3], 0)
                 if tx < 416:
                     n = T.alloc_var("int32")
-                    rows = T.alloc_local((4,), "int32")
-                    item = T.alloc_var("int32", init=bx)
-                    wide = T.alloc_var("int32")
-                    while item >= 0:
-                        # slots without a chunk belong to a block with all heads if chunks are taken as they become ready
-                        wide = T.call_extern("int32", "gdr_anew", of_reverse)
-                        wide = T.if_then_else(wide > 0, heads, 1)
-                        if item < NSLOT * T.truncdiv(heads, wide):
-                            slot = T.truncdiv(item * wide, heads)
-                            hq = item * wide - slot * heads
-                            n = find(cu.data, cu_step, seqlen, sequences, slot, Tn, ptr(rows))
-                            t0 = rows[0]
-                            valid = rows[1]
-                            hv = hq * group
-                            for e in T.serial(T.if_then_else(n == sequences, valid, 0)):
-                                call("gdr_blank", T.address_of(dq[t0 + e, hq, 0]), wide)
-                                call("gdr_blank", T.address_of(dk[t0 + e, hq, 0]), wide)
-                                call("gdr_blank", T.address_of(dw[t0 + e, hv, 0]), wide * group)
-                                zero(T.address_of(dg[t0 + e, hv]), wide * group)
-                                zero(T.address_of(dbeta[t0 + e, hv]), wide * group)
-                            if (n == sequences) | (valid <= 0):
-                                # every slot is added up, also one without a chunk
-                                for e in T.serial(T.if_then_else(raw_g > 0, 2, 0)):
-                                    zero(T.address_of(shares[slot, e, hv]), wide * group)
-                                valid = 0
-                            elif of_reverse > 0:
-                                valid = 0
-                            item += blocks
-                        else:
-                            valid = 0
-                            if of_reverse > 0:
+                    rows = T.alloc_local((2,), "int32")
+                    for item in T.serial(items):
+                        slot = T.truncdiv(item * blocks + bx, heads)
+                        hq = item * blocks + bx - slot * heads
+                        n = find(
+                            T.address_of(cu[0]), cu_step, seqlen, sequences, slot, Tn, ptr(rows)
+                        )
+                        t0 = rows[0]
+                        valid = rows[1]
+                        if n == sequences:
+                            for r in T.serial(valid):
+                                call("gdr_blank", T.address_of(dq[t0 + r, hq, 0]), 1)
+                                call("gdr_blank", T.address_of(dk[t0 + r, hq, 0]), 1)
+                                call("gdr_blank", T.address_of(dw[t0 + r, hq * group, 0]), group)
+                                call("gdr_zero", T.address_of(dg[t0 + r, hq * group]), group)
+                                call("gdr_zero", T.address_of(dbeta[t0 + r, hq * group]), group)
+                        # every slot is added up, also one without a chunk
+                        if (n == sequences) | (valid <= 0):
+                            for part in T.serial(T.if_then_else(raw_g > 0, 2, 0)):
                                 call(
-                                    *("gdr_take", T.address_of(progress[0]), pieces, heads),
-                                    *(group, of_reverse, of_states, bx + it, ptr(rows)),
+                                    "gdr_zero", T.address_of(shares[slot, part, hq * group]), group
                                 )
-                                t0 = rows[0]
-                                valid = rows[1]
-                                hq = rows[2]
-                                slot = rows[3]
-                            if valid == 0:
-                                item = -1
-                        if valid > 0:
+                        else:
                             wait(heard, it % 2, (it // 2 + 1) % 2)
                             if lane == 0:
                                 item_s[it % 2, 0] = t0
@@ -443,7 +430,6 @@ def gradients_kernel(dtype: str, g_dtype: str, beta_dtype: str):
                     if lane == 0:
                         item_s[it % 2, 1] = 0
                     arrive(told, it % 2, lane)
-                    T.pdl_sync()  # who comes behind this kernel comes behind the recurrences, too
                 elif tx < 448:
                     dgc = T.alloc_local((2,), f32)
                     rest = T.alloc_var(f32)
@@ -458,7 +444,9 @@ def gradients_kernel(dtype: str, g_dtype: str, beta_dtype: str):
                             s = i % STAGES
                             hv = hq * group + j
                             wait(sum_full, s, i // STAGES % 2)
-                            rest = sums(row(sums_s, s, 0), ptr(dgc), valid)
+                            rest = T.call_extern(
+                                f32, "gdr_sums", row(sums_s, s, 0), ptr(dgc), valid
+                            )
                             call(
                                 "gdr_store_betas",
                                 *(row(sums_s, s, SUM_BETA), dbeta.data, beta.data),
@@ -484,7 +472,9 @@ def gradients_kernel(dtype: str, g_dtype: str, beta_dtype: str):
                             s = i % STAGES
                             wait(ds_full, 0, i % 2)
                             wait(s_full, 0, i % 2)
-                            dot = inner(ptr(s_s), ptr(ds_s), w)
+                            dot = T.call_extern(
+                                "float32", "gdr_inner_" + dtype, ptr(s_s), ptr(ds_s), w
+                            )
                             arrive(s_empty, 0, lane)
                             arrive(ds_empty, 0, lane)
                             for e in T.unroll(5):

@@ -43,8 +43,7 @@ before dY is made, and dO^T o o before E is issued, because ptxas otherwise has 
 
 The launch is programmatic. Directly behind `states.py` (`beside`), which starts when all before it is complete and needs the
 same inputs, blocks run beside its blocks as soon as those have started; otherwise they wait for what was launched before. Either way this
-kernel does not end before that has. With `publish`, the warps that store tell which chunks are complete in memory, one step late so that
-no store is waited for, and `gradients.py`, launched directly behind, starts when all blocks have (`progress.cuh`).
+kernel does not end before that has.
 
 With `local` the kernel is the mirror image of `segments.py`: it makes dL^T of every segment but the first of a sequence, and
 stores neither ds nor dv. The gradient of S in front of a segment is
@@ -96,9 +95,8 @@ def reverse_kernel(dtype: str, warpgroups: int = 2, local: bool = False):
     f32 = "float32"
     full_row = T.GemmWarpPolicy.FullRow
     matmul = partial(T.wgmma_gemm, policy=full_row)
-    call = partial(T.call_extern, "handle")
-    source = device_functions("chain.cuh", "progress.cuh")
-    B, L, H, HV, NSLOT, NCU, NP = map(T.dynamic, ("B", "L", "H", "HV", "NSLOT", "NCU", "NP"))
+    source = device_functions("chain.cuh")
+    B, L, H, HV, NSLOT, NCU = map(T.dynamic, ("B", "L", "H", "HV", "NSLOT", "NCU"))
 
     @T.prim_func
     def gdr_reverse(
@@ -112,7 +110,6 @@ def reverse_kernel(dtype: str, warpgroups: int = 2, local: bool = False):
         ds: T.Tensor((NSLOT, HV, D, D), dtype),
         dv: T.Tensor((B, L, HV, D), dtype),
         dh0: optional("dh0"),
-        progress: T.Tensor((NP,), "int32"),
         seqlen: T.int32,
         cu_step: T.int32,
         sequences: T.int32,
@@ -127,7 +124,6 @@ def reverse_kernel(dtype: str, warpgroups: int = 2, local: bool = False):
         slots: T.int32,
         threshold: T.float32,
         beside: T.int32,
-        publish: T.int32,
     ):
         q, k, do, dv = packed(q), packed(k), packed(do), packed(dv)
         dht, dh0 = flat(dht), flat(dh0)
@@ -168,11 +164,8 @@ def reverse_kernel(dtype: str, warpgroups: int = 2, local: bool = False):
             if local:
                 T.pdl_sync()
                 T.pdl_trigger()
-            else:
-                if beside == 0:
-                    T.pdl_sync()
-                if publish > 0:
-                    T.pdl_trigger()  # `gradients.py` can take the SMs that are free
+            elif beside == 0:
+                T.pdl_sync()
             tx = T.get_thread_binding()
             lane = tx % 32
             split = bx % SPLITS
@@ -398,19 +391,6 @@ def reverse_kernel(dtype: str, warpgroups: int = 2, local: bool = False):
                 hq = T.alloc_var("int32", init=T.truncdiv(bh, group))
                 slot = T.alloc_var("int32", init=at[3])
                 v0 = split * M
-                if not local:
-                    counts = T.alloc_var("int32", init=0)
-                    if publish > 0:
-                        number = T.if_then_else(segment > 0, piece, at[0])
-                        counts = T.call_extern(
-                            "int32",
-                            *("gdr_counts", number, bh, value_heads, group, 0, SPLITS, split),
-                        )
-                        if (tx >= MATH + 224) & (split == 0) & (hq * group == bh):
-                            call(
-                                *("gdr_announce", T.address_of(progress[0]), number, hq),
-                                *(T.truncdiv(value_heads, group), group, slot, bos, length),
-                            )
                 if tx < MATH + 160:
                     t0 = T.alloc_var("int32", init=bos + NT * C)
                     eos = T.alloc_var("int32", init=bos + length)
@@ -479,10 +459,6 @@ def reverse_kernel(dtype: str, warpgroups: int = 2, local: bool = False):
                             T.sync_warp()
                             if lane == 0:
                                 T.barrier_arrive(dv_empty)
-                            if publish > 0:
-                                call("gdr_publish", T.address_of(progress[counts + 1]), i + tail)
-                        if publish > 0:
-                            call("gdr_publish_all", T.address_of(progress[counts + 1]), NT)
                     else:
                         for i in T.serial(NT):
                             T.barrier_wait(ds_full, i % 2)
@@ -491,10 +467,6 @@ def reverse_kernel(dtype: str, warpgroups: int = 2, local: bool = False):
                             T.sync_warp()
                             if lane == 0:
                                 T.barrier_arrive(ds_empty)
-                            if publish > 0:
-                                call("gdr_publish", T.address_of(progress[counts]), i)
-                        if publish > 0:
-                            call("gdr_publish_all", T.address_of(progress[counts]), NT)
                         T.pdl_sync()  # who comes behind this kernel comes behind `states.py`, too
 
     return gdr_reverse

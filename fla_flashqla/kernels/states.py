@@ -26,7 +26,7 @@ numbers of warps below are for two math warpgroups.
 
 Stage s of chunk i is i % 3, its phase (i // 3) % 2. The rows of a tail chunk behind the sequence are zeroed in K and V by the load
 warps; with zero gates there Y is zero behind the sequence, whatever those rows held. Both tiles that leave are fenced for TMA by
-the warps that store them, as in `forward.py`. With `publish` these warps tell which chunks are complete in memory, as in `reverse.py`.
+the warps that store them, as in `forward.py`.
 """
 
 from functools import partial
@@ -64,9 +64,8 @@ def states_kernel(dtype: str, warpgroups: int = 2):
     f32 = "float32"
     full_row = T.GemmWarpPolicy.FullRow
     matmul = partial(T.wgmma_gemm, transpose_B=True, policy=full_row)
-    call = partial(T.call_extern, "handle")
-    source = device_functions("chain.cuh", "progress.cuh")
-    B, L, H, HV, NSLOT, NCU, NP = map(T.dynamic, ("B", "L", "H", "HV", "NSLOT", "NCU", "NP"))
+    source = device_functions("chain.cuh")
+    B, L, H, HV, NSLOT, NCU = map(T.dynamic, ("B", "L", "H", "HV", "NSLOT", "NCU"))
 
     @T.prim_func
     def gdr_states(
@@ -78,7 +77,6 @@ def states_kernel(dtype: str, warpgroups: int = 2):
         h0: optional("h0"),
         s: T.Tensor((NSLOT, HV, D, D), dtype),
         y: T.Tensor((B, L, HV, D), dtype),
-        progress: T.Tensor((NP,), "int32"),
         seqlen: T.int32,
         cu_step: T.int32,
         sequences: T.int32,
@@ -90,7 +88,6 @@ def states_kernel(dtype: str, warpgroups: int = 2):
         longest_first: T.int32,
         segment: T.int32,
         slots: T.int32,
-        publish: T.int32,
     ):
         k, v, y, h0 = packed(k), packed(v), packed(y), flat(h0)
         with T.Kernel(slots * HV * SPLITS, threads=MATH + 128, prelude=source) as bx:
@@ -259,12 +256,6 @@ def states_kernel(dtype: str, warpgroups: int = 2):
                 hq = T.alloc_var("int32", init=T.truncdiv(bh, group))
                 slot = T.alloc_var("int32", init=at[3])
                 v0 = split * M
-                counts = T.alloc_var("int32", init=0)
-                if publish > 0:
-                    number = T.if_then_else(segment > 0, piece, at[0])
-                    counts = T.call_extern(
-                        *("int32", "gdr_counts", number, bh, value_heads, group, 1, SPLITS, split)
-                    )
                 if tx < MATH + 32:
                     for i in T.serial(NT):
                         st = i % STAGES
@@ -310,8 +301,6 @@ def states_kernel(dtype: str, warpgroups: int = 2):
                         T.sync_warp()
                         if lane == 0:
                             T.barrier_arrive(y_empty)
-                        if publish > 0:
-                            call("gdr_publish", T.address_of(progress[counts + 1]), i)
                     if NF < NT:  # the rows of a tail chunk alone
                         T.barrier_wait(y_full, NF % 2)
                         T.call_extern("handle", "gdr_order")
@@ -320,8 +309,6 @@ def states_kernel(dtype: str, warpgroups: int = 2):
                                 y[bos + NF * C + t, bh, v0 + lane * (M // 32) + e] = y_s[
                                     t, lane * (M // 32) + e
                                 ]
-                    if publish > 0:
-                        call("gdr_publish_all", T.address_of(progress[counts + 1]), NT)
                 else:
                     for i in T.serial(NT):
                         T.barrier_wait(s_full, i % 2)
@@ -330,9 +317,5 @@ def states_kernel(dtype: str, warpgroups: int = 2):
                         T.sync_warp()
                         if lane == 0:
                             T.barrier_arrive(s_empty)
-                        if publish > 0:
-                            call("gdr_publish", T.address_of(progress[counts]), i)
-                    if publish > 0:
-                        call("gdr_publish_all", T.address_of(progress[counts]), NT)
 
     return gdr_states

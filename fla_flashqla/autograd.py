@@ -61,7 +61,6 @@ class GatedDeltaRule(torch.autograd.Function):
         varlen = call.cu_seqlens is not None  # a change of boundaries is seen where they are saved
         ctx.call = call._replace(cu_seqlens=None) if varlen else call
         ctx.at = at._replace(cu=None) if varlen else at
-        ctx.unread_cu = None if varlen else cu
         ctx.save_for_backward(
             *(q, k, v, cu if varlen else None, r, gates, initial_state, A_log, dt_bias, *raw)
         )
@@ -88,7 +87,7 @@ def _activations(
 def _backward(ctx: Any, do: Gradient, dht: Gradient, _: Gradient = None) -> tuple[Gradient, ...]:
     q, k, v, cu, r, gates, initial_state, A_log, dt_bias, g, beta = ctx.saved_tensors
     call: Call = ctx.call
-    packed = Packed(q, k, v, ctx.unread_cu if cu is None else cu, ctx.at)
+    packed = Packed(q, k, v, ctx.at.cu_or(q) if cu is None else cu, ctx.at)
     dq, dk, dv, dg, dbeta, dh0, dA_log, ddt_bias = chunk.backward(
         *(call.plan, packed, r, gates, call.scale, initial_state),
         *(call.use_qk_l2norm_in_kernel, call.state_v_first, do, dht),

@@ -20,6 +20,7 @@ class Compiled(NamedTuple):
     smem_bytes: int  # dynamic and static
     notes: tuple[str, ...]  # ptxas performance notes (C75xx)
     instructions: Counter[str]
+    register_operands: int  # wgmma whose left operand lies in registers
 
 
 @functools.cache
@@ -77,4 +78,5 @@ def compile_for(arch: str, function: Any, pass_configs: dict[Any, Any], folder: 
         smem_bytes=sum(map(int, dynamic + static)),
         notes=tuple(re.findall(r"\((C75\d\d)\)", log)),
         instructions=Counter(names),
+        register_operands=len(re.findall(r"HGMMA\.\S+ R\d+, R\d+", sass)),
     )

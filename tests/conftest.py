@@ -75,6 +75,25 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 break
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """What the compiler made of each kernel that was compiled."""
+    rows = [
+        dict(report.user_properties)
+        for report in terminalreporter.getreports("passed")
+        if report.when == "call" and any(name == "kernel" for name, _ in report.user_properties)
+    ]
+    if not rows:
+        return
+    terminalreporter.section("kernels for sm_90a, by ptxas")
+    text = "{kernel:44}{registers:>10}{spilled:>9}{shared:>9}{wgmma:>12}  {notes}"
+    titles = {"registers": "registers", "spilled": "spilled", "shared": "shared", "notes": "notes"}
+    terminalreporter.line(text.format(kernel="", wgmma="wgmma (*)", **titles))
+    for row in rows:
+        terminalreporter.line(text.format(**row))
+    terminalreporter.line("registers of a thread at launch; bytes spilled and of shared memory")
+    terminalreporter.line("(*) in all, and with the left operand in registers")
+
+
 @pytest.fixture(autouse=True)
 def seed() -> int:
     """The seed that every test starts from."""

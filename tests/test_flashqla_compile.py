@@ -19,9 +19,14 @@ SMEM_BYTES = ARCHS[(9, 0)].smem_bytes
 
 
 def report(name: str, compiled: Compiled, record_property: Any) -> None:
-    for field in ("registers", "spilled_bytes", "smem_bytes", "notes"):
-        record_property(field, getattr(compiled, field))
-    print(f"{name}: {compiled._replace(instructions={})}")
+    """A row of the table at the end of a test run (conftest.py)."""
+    wgmma = compiled.instructions["HGMMA"]
+    record_property("kernel", name)
+    record_property("registers", compiled.registers)
+    record_property("spilled", compiled.spilled_bytes)
+    record_property("shared", compiled.smem_bytes)
+    record_property("wgmma", f"{wgmma} ({compiled.register_operands})")
+    record_property("notes", " ".join(compiled.notes) or "-")
 
 
 @pytest.mark.parametrize("warpgroups", [1, 2])
@@ -42,6 +47,7 @@ def test_flashqla_compile_forward(
     assert compiled.smem_bytes <= SMEM_BYTES
     # X of the first chunk; S^T Q^T, U, S, U^T P^T and the next X of three chunks; Q K^T
     assert compiled.instructions["HGMMA"] == 8 + 3 * (8 + 4 + 4 + 4 + 8) + 8
+    assert compiled.register_operands == 8 + 3 * (8 + 4 + 4 + 4 + 8)  # all but Q K^T
     assert compiled.instructions["USETMAXREG"] == 3
     assert compiled.instructions["BAR"] == 1  # behind the barriers' initialisation only
     assert not {"LDL", "STL", "HMMA"} & compiled.instructions.keys()
@@ -85,6 +91,7 @@ def test_flashqla_compile_segments(dtype: str, tmp_path: Path, record_property: 
     assert compiled.smem_bytes <= SMEM_BYTES
     # X of the first chunk; Y, S and the next X of three
     assert compiled.instructions["HGMMA"] == 8 + 3 * (4 + 4 + 8)
+    assert compiled.register_operands == 8 + 3 * (4 + 4 + 8)
     assert compiled.instructions["USETMAXREG"] == 2
     assert compiled.instructions["BAR"] == 1
     assert not {"LDL", "STL", "HMMA"} & compiled.instructions.keys()

@@ -37,6 +37,7 @@ def test_flashqla_compile_states(
     assert 2 * math + io <= 3 * 168
     # X of the first chunk; Y, S and the next X of three chunks
     assert compiled.instructions["HGMMA"] == 8 + 3 * (4 + 4 + 8)
+    assert compiled.register_operands == 8 + 3 * (4 + 4 + 8)
     assert compiled.instructions["HMMA"] == 0
     assert compiled.instructions["USETMAXREG"] == {1: 0, 2: 2}[warpgroups]
     assert compiled.instructions["BAR"] == 1
@@ -58,6 +59,7 @@ def test_flashqla_compile_reverse(
     assert warpgroups * math + p + io <= compiled.registers * (warpgroups + 2)
     # X and E of the first chunk; S in two products, dW and the next X and E of three chunks; Q K^T
     assert compiled.instructions["HGMMA"] == 8 + 4 + 3 * (4 + 4 + 4 + 8 + 4) + 8
+    assert compiled.register_operands == 8 + 4 + 3 * (4 + 4 + 4 + 8 + 4)  # all but Q K^T
     assert compiled.instructions["HMMA"] == 0
     assert compiled.instructions["USETMAXREG"] == 3
     assert compiled.instructions["BAR"] == 1
@@ -76,6 +78,7 @@ def test_flashqla_compile_reverse_segments(
     assert compiled.registers == 128
     # as above, with nothing to store
     assert compiled.instructions["HGMMA"] == 8 + 4 + 3 * (4 + 4 + 4 + 8 + 4) + 8
+    assert compiled.register_operands == 8 + 4 + 3 * (4 + 4 + 4 + 8 + 4)  # all but Q K^T
     assert compiled.instructions["USETMAXREG"] == 3
     assert compiled.instructions["BAR"] == 1
     assert not {"HMMA", "STSM", "UTMASTG"} & compiled.instructions.keys()
@@ -97,6 +100,7 @@ def test_flashqla_compile_gradients(
     assert sum(gradients.REGISTERS) <= 4 * compiled.registers == 4 * 128
     # F1, dO S^T, F1 K; as much of dW; Y dS^T, F1^T Q, F2^T K
     assert compiled.instructions["HGMMA"] == 2 * (8 + 8 + 4) + 8 + 4 + 4
+    assert compiled.register_operands == 2 * 4
     assert compiled.instructions["HMMA"] == 16  # <S, dS>
     assert compiled.instructions["USETMAXREG"] == 4
 

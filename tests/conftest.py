@@ -77,11 +77,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """What the compiler made of each kernel that was compiled."""
-    rows = [
-        dict(report.user_properties)
-        for report in terminalreporter.getreports("passed")
-        if report.when == "call" and any(name == "kernel" for name, _ in report.user_properties)
-    ]
+    reports = [r for kind in ("passed", "failed") for r in terminalreporter.getreports(kind)]
+    found = [dict(report.user_properties) for report in reports if report.when == "call"]
+    rows = [row for row in found if "kernel" in row]
     if not rows:
         return
     terminalreporter.section("kernels for sm_90a, by ptxas")

@@ -41,6 +41,20 @@ def test_flashqla_autograd_keeps_no_graph_unasked(launched: list[str]) -> None:
     assert {key[0] for key in api._kernels} == {"forward", "backward"}
 
 
+@pytest.mark.parametrize("fields", [{"T": 3}, {"lens": (2, 1)}])
+def test_flashqla_autograd_keeps_nothing_but_what_is_saved(fields: dict[str, Any]) -> None:
+    """Tensors that the graph holds by other ways are neither counted nor guarded against changes in place."""
+    o, _ = chunk_gated_delta_rule(**trained(make_inputs(Case(**fields))))
+    assert o.grad_fn is not None
+
+    def tensors(x: Any) -> bool:
+        return isinstance(x, torch.Tensor) or (isinstance(x, tuple) and any(map(tensors, x)))
+
+    kept = {name for name, x in vars(o.grad_fn).items() if tensors(x)}
+    assert not kept
+    assert any(tensors(x) for x in o.grad_fn.saved_tensors)
+
+
 class Record(TorchDispatchMode):
     """Names of the operators that run, views apart."""
 

@@ -231,9 +231,8 @@ def test_flashqla_strided_views():
     assert_same(run_ours(**{**x, "initial_state": h0.expand(2, -1, -1, -1)}), want)
     one = {n: x[n][:1] for n in (*ROWS, "initial_state")}
     want = run_ours(**{**x, **one})
-    longer = {
-        n: torch.cat([one[n]] * 2, 1)[:, :130] for n in ROWS
-    }  # contiguous, its rows far apart
+    # of one batch, so that they are contiguous with any stride between batches
+    longer = {n: torch.cat([one[n]] * 2, 1)[:, :130] for n in ROWS}
     assert_same(run_ours(**{**x, **one, **longer}), want)
     cu = torch.tensor([0, 7, 130, 7, 260, 7], device=DEVICE)[::2]
     flat = {**x, **{n: x[n].flatten(0, 1)[None] for n in ROWS}}

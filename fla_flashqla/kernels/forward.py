@@ -59,6 +59,7 @@ from fla_flashqla.kernels.prepare import (
     GATE_X,
     HEAD,
 )
+from fla_flashqla.kernels.products import WGMMA, products
 
 STAGES = 3
 # a thread, by role (math, P, load and store), for two and for one math warpgroup
@@ -94,19 +95,20 @@ def clean(tile, columns, s, rows):
     T.fence_proxy_async()
 
 
-def forward_kernel(dtype: str, warpgroups: int = 2):
+def forward_kernel(dtype: str, warpgroups: int = 2, form: str = WGMMA):
     """TileLang source of the forward recurrence.
 
     Args:
         dtype (str): of q, k, v and o, "bfloat16" or "float16".
         warpgroups (int): math warpgroups a block, 64 columns of V each: 2, or 1 to give a head to two blocks.
+        form (str): of products, see `products.py`.
     """
     C, D, M, HD = CHUNK, HEAD, 64 * warpgroups, HEAD // 2
     MATH, SPLITS = 128 * warpgroups, 2 // warpgroups
     registers = REGISTERS[warpgroups]
     f32 = "float32"
-    full_row = T.GemmWarpPolicy.FullRow
-    matmul = partial(T.wgmma_gemm, transpose_B=True, policy=full_row)
+    accumulate, wait = products(form)
+    matmul = partial(accumulate, transpose_B=True)
     source = device_functions("chain.cuh")
     B, L, H, HV, NSLOT, NCU = (T.dynamic(n) for n in ("B", "L", "H", "HV", "NSLOT", "NCU"))
 
@@ -221,7 +223,7 @@ def forward_kernel(dtype: str, warpgroups: int = 2):
                         vt.access_ptr("w"),
                         xg.access_ptr("w"),
                     )
-                    T.wait_wgmma(0)
+                    wait(0)
                 for ii in T.serial(T.ceildiv(NT, STAGES)):
                     for s in T.unroll(STAGES):
                         if ii * STAGES + s < NT:
@@ -242,15 +244,15 @@ def forward_kernel(dtype: str, warpgroups: int = 2):
                             matmul(Sb, q_s[s, :, HD:D], O)
                             for m, c in T.Parallel(M, D):
                                 S[m, c] *= decay[0]
-                            T.wait_wgmma(1)
+                            wait(1)
                             for m, c in T.Parallel(M, C):
                                 Yu[m, c] = X[m, c] * g_s[s, GATE_U, c]
-                            T.wgmma_gemm(Yu, k_s[s, :, :], S, policy=full_row)
+                            accumulate(Yu, k_s[s, :, :], S)
                             p_ready = T.call_extern(
                                 "int32", "gdr_test", T.address_of(p_full[s]), ii % 2
                             )
                             T.copy(X, Y16)
-                            T.wait_wgmma(1)
+                            wait(1)
                             for m, c in T.Parallel(M, C):
                                 O[m, c] *= g_s[s, GATE_O, c]
                             if p_ready == 0:
@@ -261,7 +263,7 @@ def forward_kernel(dtype: str, warpgroups: int = 2):
                             matmul(Y16, p_s[s, :, :], O)
                             if (ready == 0) & (ii * STAGES + s + 1 < NT):
                                 T.barrier_wait(full[n], n_phase)
-                            T.wait_wgmma(1)
+                            wait(1)
                             for m, c in T.Parallel(M, HD):
                                 Sa[m, c] = S[m, c]
                             o_ready = T.call_extern(
@@ -272,7 +274,7 @@ def forward_kernel(dtype: str, warpgroups: int = 2):
                             for m, c in T.Parallel(M, HD):
                                 Sb[m, c] = S[m, c + HD]
                             matmul(Sb, k_s[n, :, HD:D], X)
-                            T.wait_wgmma(2)
+                            wait(2)
                             if o_ready == 0:
                                 T.barrier_wait(o_empty, o_phase)
                             # pointers "to read" keep TileLang from adding the fence that the store warp has
@@ -294,7 +296,7 @@ def forward_kernel(dtype: str, warpgroups: int = 2):
                                 vt.access_ptr("w"),
                                 xg.access_ptr("w"),
                             )
-                            T.wait_wgmma(0)
+                            wait(0)
                 if (store_ht > 0) & (at[4] > 0):
                     state = (
                         T.cast(at[0] * value_heads + bh, "int64") * (D * D) + split * M * stride_v
@@ -308,7 +310,7 @@ def forward_kernel(dtype: str, warpgroups: int = 2):
                     T.barrier_wait(full[s], i // STAGES % 2)
                     T.call_extern("handle", "gdr_order")
                     matmul(q_s[s, :, :], k_s[s, :, :], P, clear_accum=True)
-                    T.wait_wgmma(0)
+                    wait(0)
                     T.call_extern(
                         "handle",
                         "gdr_decay",

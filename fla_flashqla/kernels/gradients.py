@@ -73,6 +73,7 @@ from fla_flashqla.kernels import device_functions
 from fla_flashqla.kernels.arguments import optional, packed
 from fla_flashqla.kernels.forward import PASS_CONFIGS
 from fla_flashqla.kernels.prepare import CHUNK, GATE_O, GATE_ROWS, GATE_X, HEAD, L2NORM_EPS
+from fla_flashqla.kernels.products import WGMMA, products
 
 __all__ = ["PASS_CONFIGS", "REGISTERS", "gradients_kernel"]
 STAGES = 2
@@ -82,20 +83,21 @@ SUM_Q, SUM_K, SUM_Z, SUM_BETA, SUM_BB, SUM_DOT = range(6)
 SUM_ROWS = 6
 
 
-def gradients_kernel(dtype: str, g_dtype: str, beta_dtype: str):
+def gradients_kernel(dtype: str, g_dtype: str, beta_dtype: str, form: str = WGMMA):
     """TileLang source of the gradients of q, k, g and beta.
 
     Args:
         dtype (str): of q, k, do, dw, y, s, ds, dq and dk, "bfloat16" or "float16".
         g_dtype (str): of g and dg.
         beta_dtype (str): of beta and dbeta.
+        form (str): of products, see `products.py`.
 
     The kernel's `blocks` is its grid: as many as the device has SMs, or as there are items if they are fewer.
     """
     C, D = CHUNK, HEAD
     f32 = "float32"
     EPS = T.float32(L2NORM_EPS)
-    matmul = partial(T.wgmma_gemm, policy=T.GemmWarpPolicy.FullRow)
+    matmul, wait_products = products(form)
     call = partial(T.call_extern, "handle")
     find = partial(T.call_extern, "int32", "gdr_find")
     source = device_functions("gates.cuh", "gradients.cuh")
@@ -220,7 +222,7 @@ def gradients_kernel(dtype: str, g_dtype: str, beta_dtype: str):
                         s = i % STAGES
                         wait(full, s, i // STAGES % 2)
                         matmul(do_s[s, :, :], y_s[s, :, :], F1, transpose_B=True, clear_accum=True)
-                        T.wait_wgmma(0)
+                        wait_products(0)
                         T.barrier_wait(f_empty, (i + 1) % 2)
                         call(
                             "gdr_f1_" + dtype,
@@ -235,12 +237,12 @@ def gradients_kernel(dtype: str, g_dtype: str, beta_dtype: str):
                         arrive(f_full, 0, lane)
                         T.barrier_wait(s_full, i % 2)
                         matmul(do_s[s, :, :], s_s, A0, clear_accum=True)
-                        T.wait_wgmma(0)
+                        wait_products(0)
                         arrive(s_empty, 0, lane)
                         call("gdr_scale", ptr(A0), row(g_s, s, GATE_O), 1.0)
                         T.barrier_wait(qk_full, it % 2)
                         matmul(F1b, k_s, A0)
-                        T.wait_wgmma(0)
+                        wait_products(0)
                         call("gdr_dot_" + dtype, ptr(A0), ptr(q_s), ptr(pair))
                         call("gdr_add", ptr(dQ), ptr(A0))
                         wait(sum_empty, s, (i // STAGES + 1) % 2)
@@ -275,7 +277,7 @@ def gradients_kernel(dtype: str, g_dtype: str, beta_dtype: str):
                         s = i % STAGES
                         wait(full, s, i // STAGES % 2)
                         matmul(dw_s[s, :, :], y_s[s, :, :], F2, transpose_B=True, clear_accum=True)
-                        T.wait_wgmma(0)
+                        wait_products(0)
                         T.barrier_wait(f_empty, (i + 1) % 2)
                         call(
                             "gdr_f2_" + dtype,
@@ -290,11 +292,11 @@ def gradients_kernel(dtype: str, g_dtype: str, beta_dtype: str):
                         arrive(f_full, 1, lane)
                         T.barrier_wait(s_full, i % 2)
                         matmul(dw_s[s, :, :], s_s, A1, clear_accum=True)
-                        T.wait_wgmma(0)
+                        wait_products(0)
                         arrive(s_empty, 0, lane)
                         call("gdr_scale", ptr(A1), row(g_s, s, GATE_X), -1.0)
                         matmul(F2b, k_s, A1)
-                        T.wait_wgmma(0)
+                        wait_products(0)
                         call("gdr_dot_" + dtype, ptr(A1), ptr(k_s), ptr(pair))
                         call("gdr_add", ptr(dKp), ptr(A1))
                         wait(sum_empty, s, (i // STAGES + 1) % 2)
@@ -330,7 +332,7 @@ def gradients_kernel(dtype: str, g_dtype: str, beta_dtype: str):
                         wait(full, s, i // STAGES % 2)
                         T.barrier_wait(ds_full, i % 2)
                         matmul(y_s[s, :, :], ds_s, A2, clear_accum=True)
-                        T.wait_wgmma(0)
+                        wait_products(0)
                         arrive(ds_empty, 0, lane)
                         call("gdr_decay", ptr(A2), row(g_s, s, 0))
                         T.barrier_wait(qk_full, it % 2)
@@ -341,7 +343,7 @@ def gradients_kernel(dtype: str, g_dtype: str, beta_dtype: str):
                         matmul(f_s[0, :, :], q_s, A2, transpose_A=True)
                         T.barrier_wait(f_full[1], i % 2)
                         matmul(f_s[1, :, :], k_s, A2, transpose_A=True)
-                        T.wait_wgmma(0)
+                        wait_products(0)
                         if j + 1 < group:
                             arrive(f_empty, 0, lane)
                         call("gdr_dot_" + dtype, ptr(A2), ptr(k_s), ptr(pair))

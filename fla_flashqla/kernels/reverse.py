@@ -56,8 +56,6 @@ that its Phi, and that of its tail chunk, is not needed. Where the log2 decays o
 bound is that of `segments.py`, for dS.
 """
 
-from functools import partial
-
 import tilelang
 import tilelang.language as T
 
@@ -76,25 +74,26 @@ from fla_flashqla.kernels.prepare import (
     GATE_X,
     HEAD,
 )
+from fla_flashqla.kernels.products import WGMMA, products
 
 __all__ = ["HALVES", "PASS_CONFIGS", "REGISTERS", "reverse_kernel"]
 HALVES = 2  # tiles of do and of P
 
 
-def reverse_kernel(dtype: str, warpgroups: int = 2, local: bool = False):
+def reverse_kernel(dtype: str, warpgroups: int = 2, local: bool = False, form: str = WGMMA):
     """TileLang source of the reverse recurrence.
 
     Args:
         dtype (str): of q, k, do, r, ds and dv, "bfloat16" or "float16".
         warpgroups (int): math warpgroups a block, 64 columns of V each: 2, or 1 to give a head to two blocks.
         local (bool): whether it makes nothing but dL^T, `[V, K]` in the slots of segments, into dh0.
+        form (str): of products, see `products.py`.
     """
     C, D, M, HD = CHUNK, HEAD, 64 * warpgroups, HEAD // 2
     MATH, SPLITS = 128 * warpgroups, 2 // warpgroups
     registers = REGISTERS[warpgroups]
     f32 = "float32"
-    full_row = T.GemmWarpPolicy.FullRow
-    matmul = partial(T.wgmma_gemm, policy=full_row)
+    matmul, wait = products(form)
     source = device_functions("chain.cuh")
     B, L, H, HV, NSLOT, NCU = map(T.dynamic, ("B", "L", "H", "HV", "NSLOT", "NCU"))
 
@@ -247,7 +246,7 @@ def reverse_kernel(dtype: str, warpgroups: int = 2, local: bool = False):
                     decay[0] = g_s[0, GATE_DECAY, 0]
                     for d, c in T.Parallel(M, D):
                         S[d, c] *= decay[0]
-                    T.wait_wgmma(0)
+                    wait(0)
                     T.sync_warp()
                     if lane == 0:
                         T.barrier_arrive(empty[STAGES - 1])
@@ -296,7 +295,7 @@ def reverse_kernel(dtype: str, warpgroups: int = 2, local: bool = False):
                             matmul(Y, r_s[st, :, :], X, clear_accum=True)
                             if (ready == 0) & (ii * STAGES + st + 1 < NT):
                                 T.barrier_wait(full[n], n_phase)
-                            T.wait_wgmma(1)  # Zo is used up
+                            wait(1)  # Zo is used up
                             # behind the last chunk all of the next one is whatever memory holds, for nobody
                             T.call_extern(
                                 "handle",
@@ -318,7 +317,7 @@ def reverse_kernel(dtype: str, warpgroups: int = 2, local: bool = False):
                                 dv_ready = T.call_extern(
                                     "int32", "gdr_test", T.address_of(dv_empty[0]), out_phase
                                 )
-                            T.wait_wgmma(1)
+                            wait(1)
                             for d, c in T.Parallel(M, C):
                                 Wx[d, c] = -X[d, c] * g_s[st, GATE_X, c]
                             matmul(Wx, k_s[st, :, :], S)
@@ -337,7 +336,7 @@ def reverse_kernel(dtype: str, warpgroups: int = 2, local: bool = False):
                             decay[0] = T.if_then_else(
                                 ii * STAGES + st + 1 < NT, g_s[n, GATE_DECAY, 0], 1.0
                             )
-                            T.wait_wgmma(0)
+                            wait(0)
                             T.sync_warp()
                             if lane == 0:
                                 T.barrier_arrive(empty[st])
@@ -349,7 +348,7 @@ def reverse_kernel(dtype: str, warpgroups: int = 2, local: bool = False):
                             matmul(Sb, k_s[n, :, HD:D], X, transpose_B=True)
                             for d, c in T.Parallel(M, D):
                                 S[d, c] *= decay[0]
-                            T.wait_wgmma(0)
+                            wait(0)
                 if local:
                     if NT > 0:
                         state = T.cast(bx // SPLITS, "int64") * (D * D)
@@ -369,7 +368,7 @@ def reverse_kernel(dtype: str, warpgroups: int = 2, local: bool = False):
                     T.barrier_wait(full[st], i // STAGES % 2)
                     T.call_extern("handle", "gdr_order")
                     matmul(q_s[st, :, :], k_s[st, :, :], P, transpose_B=True, clear_accum=True)
-                    T.wait_wgmma(0)
+                    wait(0)
                     T.call_extern(
                         "handle",
                         "gdr_decay",

@@ -47,6 +47,7 @@ from fla_flashqla.kernels.prepare import (
     GATE_X,
     HEAD,
 )
+from fla_flashqla.kernels.products import WGMMA, products
 
 __all__ = ["PASS_CONFIGS", "REGISTERS", "segments_kernel"]
 REGISTERS = (216, 72)  # a thread, by role (math, load)
@@ -54,16 +55,17 @@ LOCAL, PHI = range(2)  # what a block computes
 FORWARD, REVERSE = 1, 2  # what Phi is to map: states, gradients of states
 
 
-def segments_kernel(dtype: str):
+def segments_kernel(dtype: str, form: str = WGMMA):
     """TileLang source of the segments' maps.
 
     Args:
         dtype (str): of k, v and r, "bfloat16" or "float16".
+        form (str): of products, see `products.py`.
     """
     C, D, M, HD, MATH = CHUNK, HEAD, HEAD, HEAD // 2, 256
     f32 = "float32"
-    full_row = T.GemmWarpPolicy.FullRow
-    matmul = partial(T.wgmma_gemm, transpose_B=True, policy=full_row)
+    accumulate, wait = products(form)
+    matmul = partial(accumulate, transpose_B=True)
     source = device_functions("chain.cuh")
     sizes = ("B", "L", "H", "HV", "NSLOT", "NCU", "NSEG")
     B, L, H, HV, NSLOT, NCU, NSEG = (T.dynamic(n) for n in sizes)
@@ -183,7 +185,7 @@ def segments_kernel(dtype: str):
                         vt.access_ptr("w"),
                         xg.access_ptr("w"),
                     )
-                    T.wait_wgmma(0)
+                    wait(0)
                 for ii in T.serial(T.ceildiv(NT, STAGES)):
                     for st in T.unroll(STAGES):
                         if ii * STAGES + st < NT:
@@ -201,16 +203,16 @@ def segments_kernel(dtype: str):
                             decay[0] = g_s[st, GATE_DECAY, 0]
                             for d, c in T.Parallel(M, D):
                                 S[d, c] *= decay[0]
-                            T.wait_wgmma(0)
+                            wait(0)
                             for d, c in T.Parallel(M, C):
                                 Yu[d, c] = X[d, c] * g_s[st, GATE_U, c]
-                            T.wgmma_gemm(Yu, k_s[st, :, :], S, policy=full_row)
+                            accumulate(Yu, k_s[st, :, :], S)
                             ready = T.call_extern(
                                 "int32", "gdr_test", T.address_of(full[n]), n_phase
                             )
                             if (ready == 0) & (ii * STAGES + st + 1 < NT):
                                 T.barrier_wait(full[n], n_phase)
-                            T.wait_wgmma(0)
+                            wait(0)
                             for d, c in T.Parallel(M, HD):
                                 Sa[d, c] = S[d, c]
                             # behind the last chunk this and gdr_load take whatever the stage holds, for nobody
@@ -229,7 +231,7 @@ def segments_kernel(dtype: str):
                                 vt.access_ptr("w"),
                                 xg.access_ptr("w"),
                             )
-                            T.wait_wgmma(0)
+                            wait(0)
                 if NT > 0:
                     if what == LOCAL:
                         for d, c in T.Parallel(M, D):

@@ -46,24 +46,26 @@ from fla_flashqla.kernels.prepare import (
     GATE_X,
     HEAD,
 )
+from fla_flashqla.kernels.products import WGMMA, products
 
 __all__ = ["PASS_CONFIGS", "REGISTERS", "states_kernel"]
 # a thread, by role (math, load and store), for two math warpgroups; with one, there are enough for all
 REGISTERS = (216, 72)
 
 
-def states_kernel(dtype: str, warpgroups: int = 2):
+def states_kernel(dtype: str, warpgroups: int = 2, form: str = WGMMA):
     """TileLang source of the recurrence that stores states and Y.
 
     Args:
         dtype (str): of k, v, r, s and y, "bfloat16" or "float16".
         warpgroups (int): math warpgroups a block, 64 columns of V each: 2, or 1 to give a head to two blocks.
+        form (str): of products, see `products.py`.
     """
     C, D, M, HD = CHUNK, HEAD, 64 * warpgroups, HEAD // 2
     MATH, SPLITS = 128 * warpgroups, 2 // warpgroups
     f32 = "float32"
-    full_row = T.GemmWarpPolicy.FullRow
-    matmul = partial(T.wgmma_gemm, transpose_B=True, policy=full_row)
+    accumulate, wait = products(form)
+    matmul = partial(accumulate, transpose_B=True)
     source = device_functions("chain.cuh")
     B, L, H, HV, NSLOT, NCU = map(T.dynamic, ("B", "L", "H", "HV", "NSLOT", "NCU"))
 
@@ -171,7 +173,7 @@ def states_kernel(dtype: str, warpgroups: int = 2):
                         vt.access_ptr("w"),
                         xg.access_ptr("w"),
                     )
-                    T.wait_wgmma(0)
+                    wait(0)
                 for ii in T.serial(T.ceildiv(NT, STAGES)):
                     for st in T.unroll(STAGES):
                         if ii * STAGES + st < NT:
@@ -207,10 +209,10 @@ def states_kernel(dtype: str, warpgroups: int = 2):
                             T.sync_warp()
                             if lane == 0:
                                 T.barrier_arrive(s_full)
-                            T.wait_wgmma(0)
+                            wait(0)
                             for d, c in T.Parallel(M, C):
                                 Yu[d, c] = X[d, c] * g_s[st, GATE_U, c]
-                            T.wgmma_gemm(Yu, k_s[st, :, :], S, policy=full_row)
+                            accumulate(Yu, k_s[st, :, :], S)
                             y_ready = T.call_extern(
                                 "int32", "gdr_test", T.address_of(y_empty[0]), out_phase
                             )
@@ -230,7 +232,7 @@ def states_kernel(dtype: str, warpgroups: int = 2):
                                 T.barrier_arrive(y_full)
                             if (ready == 0) & (ii * STAGES + st + 1 < NT):
                                 T.barrier_wait(full[n], n_phase)
-                            T.wait_wgmma(0)
+                            wait(0)
                             for d, c in T.Parallel(M, HD):
                                 Sa[d, c] = S[d, c]
                             # behind the last chunk this and gdr_load take whatever the stage holds, for nobody
@@ -249,7 +251,7 @@ def states_kernel(dtype: str, warpgroups: int = 2):
                                 vt.access_ptr("w"),
                                 xg.access_ptr("w"),
                             )
-                            T.wait_wgmma(0)
+                            wait(0)
             else:
                 if warpgroups == 2:
                     T.set_max_nreg(REGISTERS[1], 0)

@@ -3,10 +3,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 from typing import NamedTuple
 
 import torch
+
+from fla_flashqla import env
+
+WGMMA, MMA = "wgmma", "mma"  # forms of products, see kernels/products.py
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,19 +21,40 @@ class Arch:
     name: str
     sm: tuple[int, int]
     smem_bytes: int  # opt-in shared memory of one block
+    form: str  # of products
     supported: bool
     status: str
 
+    @property
+    def target(self) -> str:
+        """What nvcc calls it, with what only this one has."""
+        return f"sm_{self.sm[0]}{self.sm[1]}a"
 
+    def in_form(self, form: str) -> Arch:
+        """The same with products in `form`; "" is its own."""
+        if form in ("", self.form):
+            return self
+        return replace(self, name=f"{self.name}-{form}", form=form)
+
+
+UNTRIED = "kernels compile, but never ran on it"
 ARCHS = {
     row.sm: row
     for row in (
-        Arch("sm90", (9, 0), 232_448, True, "run on hardware"),
-        Arch("sm100", (10, 0), 232_448, False, "not supported yet"),
-        Arch("sm103", (10, 3), 232_448, False, "not supported yet"),
-        Arch("sm120", (12, 0), 101_376, False, "not supported"),
+        Arch("sm90", (9, 0), 232_448, WGMMA, True, "run on hardware"),
+        Arch("sm100", (10, 0), 232_448, MMA, False, UNTRIED),
+        Arch("sm103", (10, 3), 232_448, MMA, False, UNTRIED),
+        # all but two of our kernels take 126 to 222 KB a block
+        Arch("sm120", (12, 0), 101_376, MMA, False, "too little shared memory"),
     )
 }
+
+
+@cache
+def named(name: str) -> Arch:
+    """The row that plans name, in the form that the name says."""
+    name, _, form = name.partition("-")
+    return next(row for row in ARCHS.values() if row.name == name).in_form(form)
 
 
 class DeviceFacts(NamedTuple):
@@ -39,6 +65,7 @@ class DeviceFacts(NamedTuple):
     sm: tuple[int, int] | None
     is_hip: bool
     sms: int = 0  # multiprocessors
+    form: str = ""  # of products, where the user wants another than the architecture's own
 
 
 _FACTS: dict[torch.device, DeviceFacts] = {}
@@ -50,10 +77,11 @@ def device_facts(device: torch.device) -> DeviceFacts:
         return _FACTS[device]
     except KeyError:
         pass
-    sm, is_hip, sms = None, False, 0
+    sm, is_hip, sms, form = None, False, 0, ""
     if device.type == "cuda":
         is_hip = torch.version.hip is not None
         properties = torch.cuda.get_device_properties(device)
         sm, sms = (properties.major, properties.minor), properties.multi_processor_count
+        form = env.form()
     index = -1 if device.index is None else device.index
-    return _FACTS.setdefault(device, DeviceFacts(device.type, index, sm, is_hip, sms))
+    return _FACTS.setdefault(device, DeviceFacts(device.type, index, sm, is_hip, sms, form))

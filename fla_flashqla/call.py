@@ -41,6 +41,7 @@ class Call(NamedTuple):
     V: int = 0
     N: int = 0
     sms: int = 0
+    form: str = ""
     varlen: bool = False
     longest: int = 0  # tokens of the longest packed sequence, if `cu_seqlens_cpu` says
     needs_grad: bool = False
@@ -211,7 +212,7 @@ def _examined(
     cp_context: bool,
 ) -> Call:
     """The call of plain tensors without further keywords, once for all that look the same."""
-    device_type, device_index, sm, is_hip, sms = facts
+    device_type, device_index, sm, is_hip, sms, form = facts
     if len(q_shape) != 4 or len(v_shape) != 4:
         return _malformed(
             f"q and v must have 4 dimensions, got {tuple(q_shape)} and {tuple(v_shape)}"
@@ -265,6 +266,7 @@ def _examined(
         sm=sm,
         is_hip=is_hip,
         sms=sms,
+        form=form,
         q_dtype=_name(q_dtype),
         k_dtype=_name(k_dtype),
         v_dtype=_name(v_dtype),

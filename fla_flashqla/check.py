@@ -264,7 +264,8 @@ def _calls(gpu: Record, obstacle: str | None, problems: list[str]) -> Record:
 
         for name, arguments in _typical_calls():
             call = describe(**arguments)
-            answer = plan(call._replace(device_type="cuda", device_index=0, sm=sm, sms=sms))
+            call = call._replace(sm=sm, sms=sms, form=env.form())
+            answer = plan(call._replace(device_type="cuda", device_index=0))
             reason = answer.reason if isinstance(answer, Refusal) else obstacle
             path = "ours" if reason is None else "FLA"
             found["rows"].append({"name": name, "path": path, "reason": reason or str(answer)})

@@ -33,7 +33,10 @@ def build(plan: Plan) -> Kernels:
     kernels = _built.get(plan.compiled)
     if kernels is None:
         from fla_flashqla.kernels import compile_kernels, forward, prepare
+        from fla_flashqla.kernels.products import in_form
 
+        row = arch.named(plan.arch)
+        whole, halves = (forward.forward_kernel(plan.dtype, n, row.form) for n in (2, 1))
         sources = (
             (
                 f"prepare-{plan.dtype}-{plan.g_dtype}-{plan.beta_dtype}",
@@ -45,18 +48,10 @@ def build(plan: Plan) -> Kernels:
                 prepare.prepare_kernel(plan.dtype, plan.g_dtype, plan.beta_dtype, warps=1),
                 prepare.PASS_CONFIGS,
             ),
-            (
-                f"forward-{plan.dtype}",
-                forward.forward_kernel(plan.dtype),
-                forward.PASS_CONFIGS,
-            ),
-            (
-                f"forward_halves-{plan.dtype}",
-                forward.forward_kernel(plan.dtype, warpgroups=1),
-                forward.PASS_CONFIGS,
-            ),
+            in_form(row.form, f"forward-{plan.dtype}", whole, forward.PASS_CONFIGS),
+            in_form(row.form, f"forward_halves-{plan.dtype}", halves, forward.PASS_CONFIGS),
         )
-        kernels = _built[plan.compiled] = Kernels(*compile_kernels(sources))
+        kernels = _built[plan.compiled] = Kernels(*compile_kernels(sources, row))
     return kernels
 
 
@@ -78,20 +73,28 @@ def build_backward(plan: Plan) -> BackwardKernels:
     kernels = _built_backward.get(plan.compiled)
     if kernels is None:
         from fla_flashqla.kernels import compile_kernels, gradients, reverse, states
+        from fla_flashqla.kernels.products import in_form
 
         dtype, gate_dtypes = plan.dtype, (plan.g_dtype, plan.beta_dtype)
-        sources = (
-            (f"states-{dtype}", states.states_kernel(dtype, 2), states.PASS_CONFIGS),
-            (f"states_halves-{dtype}", states.states_kernel(dtype, 1), states.PASS_CONFIGS),
-            (f"reverse-{dtype}", reverse.reverse_kernel(dtype, 2), reverse.PASS_CONFIGS),
-            (f"reverse_halves-{dtype}", reverse.reverse_kernel(dtype, 1), reverse.PASS_CONFIGS),
+        row = arch.named(plan.arch)
+        form = row.form
+        chains = (
+            (f"states-{dtype}", states.states_kernel(dtype, 2, form), states.PASS_CONFIGS),
+            (f"states_halves-{dtype}", states.states_kernel(dtype, 1, form), states.PASS_CONFIGS),
+            (f"reverse-{dtype}", reverse.reverse_kernel(dtype, 2, form), reverse.PASS_CONFIGS),
+            (
+                f"reverse_halves-{dtype}",
+                reverse.reverse_kernel(dtype, 1, form),
+                reverse.PASS_CONFIGS,
+            ),
             (
                 "-".join(("gradients", dtype, *gate_dtypes)),
-                gradients.gradients_kernel(dtype, *gate_dtypes),
+                gradients.gradients_kernel(dtype, *gate_dtypes, form),
                 gradients.PASS_CONFIGS,
             ),
         )
-        kernels = _built_backward[plan.compiled] = BackwardKernels(*compile_kernels(sources))
+        sources = [in_form(form, *kernel) for kernel in chains]
+        kernels = _built_backward[plan.compiled] = BackwardKernels(*compile_kernels(sources, row))
     return kernels
 
 

@@ -26,7 +26,12 @@ SEGMENTS = Variable(
     "auto",
     "Whether long sequences are cut, in the forward and the backward, and their segments run side by side: off, exact, or auto, which drops states that have decayed.",
 )
-VARIABLES = (SWITCH, STRICT, SEGMENTS)
+FORM = Variable(
+    "FLA_FLASH_QLA_FORM",
+    "auto",
+    "For tests: mma makes all products by mma.sync, as on architectures of which we use nothing else; auto by what is fastest. Read once per GPU.",
+)
+VARIABLES = (SWITCH, STRICT, SEGMENTS, FORM)
 
 
 def enabled() -> bool:
@@ -41,3 +46,8 @@ def segments() -> str:
     """ "off", "exact" or "auto", which any other value stands for."""
     value = os.environ.get(SEGMENTS.name, SEGMENTS.default)
     return value if value in ("off", "exact") else "auto"
+
+
+def form() -> str:
+    """ "mma", or "" for that of the architecture."""
+    return "mma" if os.environ.get(FORM.name, FORM.default) == "mma" else ""

@@ -310,7 +310,7 @@ def plan(call: Call) -> Plan | Reference | Refusal:
     cut = segment(*sizes)
     cut_backward = segment(*sizes, BACKWARD) if call.needs_grad else (0, 1)
     return _plan(
-        *(ARCHS[call.sm].name, call.q_dtype, call.g_dtype, call.beta_dtype),
+        *(ARCHS[call.sm].in_form(call.form).name, call.q_dtype, call.g_dtype, call.beta_dtype),
         splits(call.N * call.HV, call.sms),
         warps(call.HV // call.H),
         longest_first(call.varlen, call.N, call.HV, call.sms),

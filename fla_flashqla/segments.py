@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from fla_flashqla import arch
 from fla_flashqla.layout import CHUNK
 
 if TYPE_CHECKING:
@@ -30,37 +31,40 @@ class ReverseSegmentKernels(NamedTuple):
     reverse_segments: Any
 
 
-_built: dict[str, SegmentKernels] = {}
-_built_backward: dict[str, ReverseSegmentKernels] = {}
+_built: dict[tuple[str, str], SegmentKernels] = {}
+_built_backward: dict[tuple[str, str], ReverseSegmentKernels] = {}
 
 
 def build(plan: Plan) -> SegmentKernels:
     """Compile the kernels of `plan`, once per process; raises what the compiler raises."""
-    kernels = _built.get(plan.dtype)
+    key = plan.arch, plan.dtype
+    kernels = _built.get(key)
     if kernels is None:
         from fla_flashqla.kernels import combine, compile_kernels, segments
+        from fla_flashqla.kernels.products import in_form
 
+        row = arch.named(plan.arch)
+        function = segments.segments_kernel(plan.dtype, row.form)
         sources = (
-            (
-                f"segments-{plan.dtype}",
-                segments.segments_kernel(plan.dtype),
-                segments.PASS_CONFIGS,
-            ),
+            in_form(row.form, f"segments-{plan.dtype}", function, segments.PASS_CONFIGS),
             ("combine", combine.combine_kernel(), combine.PASS_CONFIGS),
         )
-        kernels = _built[plan.dtype] = SegmentKernels(*compile_kernels(sources))
+        kernels = _built[key] = SegmentKernels(*compile_kernels(sources, row))
     return kernels
 
 
 def build_backward(plan: Plan) -> ReverseSegmentKernels:
     """As `build`, what a backward pass needs beside."""
-    kernels = _built_backward.get(plan.dtype)
+    key = plan.arch, plan.dtype
+    kernels = _built_backward.get(key)
     if kernels is None:
         from fla_flashqla.kernels import compile_kernels, reverse
+        from fla_flashqla.kernels.products import in_form
 
-        source = reverse.reverse_kernel(plan.dtype, local=True)
-        sources = ((f"reverse_segments-{plan.dtype}", source, reverse.PASS_CONFIGS),)
-        kernels = _built_backward[plan.dtype] = ReverseSegmentKernels(*compile_kernels(sources))
+        row = arch.named(plan.arch)
+        function = reverse.reverse_kernel(plan.dtype, form=row.form, local=True)
+        source = in_form(row.form, f"reverse_segments-{plan.dtype}", function, reverse.PASS_CONFIGS)
+        kernels = _built_backward[key] = ReverseSegmentKernels(*compile_kernels([source], row))
     return kernels
 
 

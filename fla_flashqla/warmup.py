@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any
 
-from fla_flashqla import chunk, kernels, segments
+from fla_flashqla import chunk, env, kernels, segments
+from fla_flashqla.arch import ARCHS
 from fla_flashqla.plan import Plan
 
 
@@ -23,7 +24,8 @@ def plans(
 ) -> list[Plan]:
     """One plan for each combination of dtypes, with or without a backward: nothing else selects what is compiled."""
     combinations = itertools.product(dtypes, g_dtypes, beta_dtypes)
-    return [Plan("sm90", *c, gradients=gradients) for c in combinations]
+    name = ARCHS[9, 0].in_form(env.form()).name
+    return [Plan(name, *c, gradients=gradients) for c in combinations]
 
 
 def steps(plan: Plan) -> dict[str, Callable[[Plan], Any]]:

@@ -10,12 +10,14 @@ from unittest import mock
 import torch
 
 import fla_flashqla
+from fla_flashqla import arch, env
 from fla_flashqla.plan import Plan, plan
 from fla_flashqla.testing import BOUNDS, make_output_gradients, oracle, relative_error
 
 # Empty sequences first, last, beside each other; tails of every kind.
 LENS = (0, 1, 63, 0, 0, 64, 65, 127, 128, 300, 0)
 DEVICE = "cuda"
+ARCH = arch.ARCHS[9, 0].in_form(env.form()).name  # as reports call it
 FLA_FACTOR = 1.5  # our error may be so much larger than that of FLA's Triton forward
 ROWS = ("q", "k", "v", "g", "beta")
 LAYER = {"raw_g": "bias", "raw_beta": 2, "l2norm": True, "state_v_first": True}  # of FLA

@@ -20,7 +20,8 @@ PACKAGE = Path(fla_flashqla.__file__).resolve().parent
 MODULES = {p.relative_to(PACKAGE).as_posix(): p.read_text() for p in PACKAGE.rglob("*.py")}
 # Each imports only from what is left of it.
 LAYERS = (
-    ("_autoload", "env", "arch", "report", "layout"),
+    ("env",),
+    ("_autoload", "arch", "report", "layout"),
     ("call",),
     ("plan", "reference"),
     ("kernels", "testing"),

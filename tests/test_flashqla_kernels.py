@@ -5,7 +5,7 @@ import dataclasses
 
 import pytest
 import torch
-from gpu_helpers import DEVICE, harden, poisoned_memory
+from gpu_helpers import ARCH, DEVICE, harden, poisoned_memory
 
 from fla_flashqla import chunk
 from fla_flashqla.layout import Layout
@@ -21,7 +21,7 @@ def prepared(x, lens, warps):
     """R [chunks, HV, C, C] and the gate vectors [chunks, HV, 8, C], chunk by chunk."""
     q, k, v, g, beta = (x[n] for n in ("q", "k", "v", "g", "beta"))
     at, normalize = Layout.of(*q.shape[:2], x["cu_seqlens"]), x["use_qk_l2norm_in_kernel"]
-    plan = Plan("sm90", *(str(t.dtype).removeprefix("torch.") for t in (q, g, beta)))
+    plan = Plan(ARCH, *(str(t.dtype).removeprefix("torch.") for t in (q, g, beta)))
     plan = dataclasses.replace(plan, warps=warps, gradients=True)
     with poisoned_memory():
         o = torch.empty_like(v)

@@ -155,9 +155,18 @@ REFUSED = {
 DEVICES = {
     "sm80": (("cuda", 0, (8, 0), False), "the GPU must be SM90, got SM80: not supported"),
     "sm89": (("cuda", 1, (8, 9), False), "the GPU must be SM90, got SM89: not supported"),
-    "sm100": (("cuda", 0, (10, 0), False), "the GPU must be SM90, got SM100: not supported yet"),
-    "sm103": (("cuda", 0, (10, 3), False), "the GPU must be SM90, got SM103: not supported yet"),
-    "sm120": (("cuda", 0, (12, 0), False), "the GPU must be SM90, got SM120: not supported"),
+    "sm100": (
+        ("cuda", 0, (10, 0), False),
+        "the GPU must be SM90, got SM100: kernels compile, but never ran on it",
+    ),
+    "sm103": (
+        ("cuda", 0, (10, 3), False),
+        "the GPU must be SM90, got SM103: kernels compile, but never ran on it",
+    ),
+    "sm120": (
+        ("cuda", 0, (12, 0), False),
+        "the GPU must be SM90, got SM120: too little shared memory",
+    ),
     "hip": (("cuda", 0, (9, 4), True), "an NVIDIA GPU is needed, got a HIP build of torch"),
     "xpu": (("xpu", 0, None, False), "the device must be cuda or cpu, got xpu"),
 }
@@ -455,8 +464,8 @@ def test_flashqla_device_facts_are_looked_up_once(monkeypatch):
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
     one = torch.device("cuda", 1)
-    assert arch.device_facts(one) == arch.device_facts(one) == ("cuda", 1, (9, 0), False, 132)
-    assert arch.device_facts(torch.device("cpu")) == ("cpu", -1, None, False, 0)
+    assert arch.device_facts(one) == arch.device_facts(one) == ("cuda", 1, (9, 0), False, 132, "")
+    assert arch.device_facts(torch.device("cpu")) == ("cpu", -1, None, False, 0, "")
     assert looked_up == [one]
 
 

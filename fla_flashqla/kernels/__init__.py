@@ -9,9 +9,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from fla_flashqla.arch import ARCHS, Arch
 from fla_flashqla.report import logger
 
-SM90 = {"kind": "cuda", "arch": "sm_90a"}
+SM90 = ARCHS[9, 0]
 # A kernel takes some 20 s, more on a busy machine; one that hangs must not stop all others for good.
 LOCK_TIMEOUT_S = 600.0
 
@@ -23,20 +24,20 @@ def device_functions(*names: str) -> str:
 
 
 def compile_kernel(
-    name: str, function: Any, pass_configs: dict[Any, Any], target: dict[str, str] = SM90
+    name: str, function: Any, pass_configs: dict[Any, Any], arch: Arch = SM90
 ) -> Any:
     """Compile a TileLang function, or read it from TileLang's cache; needs nvcc, but no GPU.
 
     Args:
         name (str):
-            Tells it from all others for the same target: of processes that compile the same name at once, the
+            Tells it from all others for the same architecture: of processes that compile the same name at once, the
             others wait for the first.
         function (Any):
             What `T.prim_func` made.
         pass_configs (dict):
             TileLang's `pass_configs`.
-        target (dict):
-            TileLang's target. Default: `SM90`.
+        arch (Arch):
+            What it is compiled for. Default: `SM90`.
 
     Raises:
         Exception: what TileLang raises.
@@ -45,14 +46,17 @@ def compile_kernel(
 
     # TileLang announces each compilation on stdout, which belongs to the program that calls us.
     logging.getLogger("tilelang.jit.kernel").addFilter(_not_ours)
-    with _first(f"{name}-{target['arch']}"):
+    target = {"kind": "cuda", "arch": arch.target}
+    with _first(f"{name}-{arch.target}"):
         return tilelang.compile(function, target=target, pass_configs=pass_configs)
 
 
-def compile_kernels(sources: Sequence[tuple[str, Any, dict[Any, Any]]]) -> list[Any]:
+def compile_kernels(
+    sources: Sequence[tuple[str, Any, dict[Any, Any]]], arch: Arch = SM90
+) -> list[Any]:
     """What launches each of `sources`, which are arguments of `compile_kernel`, compiled side by side: most of the time is nvcc's."""
     with ThreadPoolExecutor(len(sources)) as pool:
-        return [*pool.map(lambda source: launcher(compile_kernel(*source)), sources)]
+        return [*pool.map(lambda source: launcher(compile_kernel(*source, arch)), sources)]
 
 
 def launcher(kernel: Any) -> Any:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import tilelang.language as T
 
-WGMMA, MMA = "wgmma", "mma"
+from fla_flashqla.arch import MMA, WGMMA
 
 
 class Products(NamedTuple):
@@ -41,6 +41,11 @@ def products(form: str) -> Products:
     return Products(partial(T.gemm, policy=by_rows), lambda _: None)
 
 
-def pass_configs(configs: dict[Any, Any], form: str) -> dict[Any, Any]:
-    """TileLang's `pass_configs` of a kernel in `form`: without this it would take wgmma on SM90 for both."""
-    return configs if form == WGMMA else {**configs, "tl.disable_wgmma": True}
+def in_form(
+    form: str, name: str, function: Any, configs: dict[Any, Any]
+) -> tuple[str, Any, dict[Any, Any]]:
+    """Arguments of `compile_kernel` for a kernel built with `products(form)`."""
+    if form == WGMMA:
+        return name, function, configs
+    # without this TileLang takes wgmma on SM90 all the same
+    return f"{name}-{form}", function, {**configs, "tl.disable_wgmma": True}

@@ -80,14 +80,14 @@ __all__ = ["HALVES", "PASS_CONFIGS", "REGISTERS", "reverse_kernel"]
 HALVES = 2  # tiles of do and of P
 
 
-def reverse_kernel(dtype: str, warpgroups: int = 2, local: bool = False, form: str = WGMMA):
+def reverse_kernel(dtype: str, warpgroups: int = 2, form: str = WGMMA, local: bool = False):
     """TileLang source of the reverse recurrence.
 
     Args:
         dtype (str): of q, k, do, r, ds and dv, "bfloat16" or "float16".
         warpgroups (int): math warpgroups a block, 64 columns of V each: 2, or 1 to give a head to two blocks.
-        local (bool): whether it makes nothing but dL^T, `[V, K]` in the slots of segments, into dh0.
         form (str): of products, see `products.py`.
+        local (bool): whether it makes nothing but dL^T, `[V, K]` in the slots of segments, into dh0.
     """
     C, D, M, HD = CHUNK, HEAD, 64 * warpgroups, HEAD // 2
     MATH, SPLITS = 128 * warpgroups, 2 // warpgroups

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: MIT
+"""Products by mma.sync: which architectures have them, who gets them on SM90, and every kernel compiled for each of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from compiler import UNREAD, compile_for
+from test_flashqla_compile import report
+from test_flashqla_plan import BASE
+
+from fla_flashqla import arch, env
+from fla_flashqla.arch import ARCHS, MMA, WGMMA
+from fla_flashqla.call import Call
+from fla_flashqla.plan import plan
+
+
+def test_flashqla_forms_of_architectures() -> None:
+    assert [row.form for row in ARCHS.values()] == [WGMMA, MMA, MMA, MMA]
+    assert [row.target for row in ARCHS.values()] == ["sm_90a", "sm_100a", "sm_103a", "sm_120a"]
+    for row in ARCHS.values():
+        assert arch.named(row.name) is row.in_form("") is row.in_form(row.form) is row
+    portable = arch.named("sm90-mma")
+    assert portable == replace(ARCHS[9, 0], name="sm90-mma", form=MMA)
+    assert portable.in_form(MMA) is portable
+
+
+def test_flashqla_forms_by_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another form than the architecture's own makes other kernels, which reports tell."""
+    for value, form in {"mma": MMA, "auto": "", "wgmma": ""}.items():
+        monkeypatch.setenv("FLA_FLASH_QLA_FORM", value)
+        assert env.form() == form
+    own, portable = (plan(Call(**BASE)._replace(form=form)) for form in ("", MMA))
+    assert portable == replace(own, arch="sm90-mma") and portable.compiled != own.compiled
+    assert portable.path("forward") == "forward sm90-mma bfloat16"
+    assert portable.key("segments") != own.key("segments")
+
+
+# Of one math warpgroup, of two, without that choice
+KERNELS = (
+    *("forward_halves", "states_halves", "reverse_halves", "forward", "states", "reverse"),
+    *("reverse_segments", "segments", "gradients", "prepare", "prepare_single", "combine"),
+)
+# Accumulators are as large as those of wgmma, and right operands take registers, too.
+SPILLED_BYTES = {
+    **{"forward": 64, "reverse": 500, "reverse_segments": 32, "gradients": 1400},
+    **{"prepare": 192},  # on SM100; on SM90 it is another test's
+}
+# Of 16 x 8 x 16, a warp: as many as the wgmma of test_flashqla_compile.py have. Those of gradients.py are partly in loops.
+PRODUCTS = {"forward": 896, "states": 544, "segments": 544, "reverse": 928}
+
+
+def source(name: str, dtype: str) -> tuple[Any, dict[Any, Any]]:
+    """A kernel in the form of all architectures, as chunk.py and segments.py ask for it."""
+    from fla_flashqla.kernels import combine, forward, gradients, prepare, reverse, segments, states
+    from fla_flashqla.kernels.products import in_form
+
+    warpgroups = 1 if name.endswith("halves") else 2
+    kind = name.partition("_")[0]
+    if kind == "prepare":
+        warps = 1 if name == "prepare_single" else 4
+        return prepare.prepare_kernel(dtype, "float32", "float32", warps), prepare.PASS_CONFIGS
+    if kind == "combine":
+        return combine.combine_kernel(), combine.PASS_CONFIGS
+    if kind == "forward":
+        made = forward.forward_kernel(dtype, warpgroups, MMA), forward.PASS_CONFIGS
+    elif kind == "states":
+        made = states.states_kernel(dtype, warpgroups, MMA), states.PASS_CONFIGS
+    elif kind == "reverse":
+        local = name == "reverse_segments"
+        made = reverse.reverse_kernel(dtype, warpgroups, MMA, local), reverse.PASS_CONFIGS
+    elif kind == "segments":
+        made = segments.segments_kernel(dtype, MMA), segments.PASS_CONFIGS
+    else:
+        made = gradients.gradients_kernel(dtype, "float32", "float32", MMA), gradients.PASS_CONFIGS
+    return in_form(MMA, name, *made)[1:]
+
+
+def cases() -> list[Any]:
+    """SM100 with bfloat16; each of the others for what it may compile otherwise."""
+    found = [("sm100", "bfloat16", name) for name in KERNELS]
+    found += [("sm100", "float16", name) for name in ("forward", "reverse_halves", "gradients")]
+    found += [("sm103", "bfloat16", name) for name in ("forward", "reverse", "gradients")]
+    found += [("sm90-mma", "bfloat16", name) for name in KERNELS[:-3]]
+    found += [("sm90-mma", "float16", name) for name in ("forward", "gradients")]
+    return [pytest.param(*case, id="-".join(case)) for case in found]
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize(("name", "dtype", "kernel"), cases())
+def test_flashqla_forms_compile(
+    name: str, dtype: str, kernel: str, tmp_path: Path, record_property: Any
+) -> None:
+    row = arch.named(name)
+    compiled = compile_for(row.target, *source(kernel, dtype), tmp_path)
+    report(f"{kernel} {dtype}, {row.target}, {row.form}", compiled, record_property)
+    assert compiled.notes == ()
+    assert compiled.smem_bytes <= row.smem_bytes
+    assert compiled.spilled_bytes <= SPILLED_BYTES.get(kernel, 0)
+    if row.target not in UNREAD:
+        assert compiled.instructions["HGMMA"] == 0 < compiled.instructions["HMMA"]
+        products = PRODUCTS.get(kernel.partition("_")[0])
+        assert products in (None, compiled.instructions["HMMA"])

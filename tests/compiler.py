@@ -46,14 +46,21 @@ def disassembler() -> str:
     return str(Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump")
 
 
+def lower(arch: str, function: Any, pass_configs: dict[Any, Any]) -> Any:
+    """TileLang's host and CUDA source of a TileLang function for `arch` ("sm_90a")."""
+    import tilelang
+
+    target = tilelang.tvm.target.Target({"kind": "cuda", "arch": arch})
+    with tilelang.tvm.transform.PassContext(opt_level=3, config=pass_configs), target:
+        return tilelang.engine.lower(function, target=target)
+
+
 def compile_for(arch: str, function: Any, pass_configs: dict[Any, Any], folder: Path) -> Compiled:
     """Compile a TileLang function for `arch` ("sm_90a") with TileLang's own nvcc options; no `instructions` for `UNREAD`."""
     import tilelang
     from tilelang.env import CUTLASS_INCLUDE_DIR, TILELANG_TEMPLATE_PATH
 
-    target = tilelang.tvm.target.Target({"kind": "cuda", "arch": arch})
-    with tilelang.tvm.transform.PassContext(opt_level=3, config=pass_configs), target:
-        artifact = tilelang.engine.lower(function, target=target)
+    artifact = lower(arch, function, pass_configs)
     source, cubin = folder / "kernel.cu", folder / "kernel.cubin"
     source.write_text(artifact.kernel_source)
     fast_math = tilelang.PassConfigKey.TL_ENABLE_FAST_MATH

@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from compiler import UNREAD, compile_for
+from compiler import UNREAD, compile_for, lower
 from test_flashqla_compile import report
 from test_flashqla_plan import BASE
 
@@ -53,8 +54,8 @@ SPILLED_BYTES = {
 PRODUCTS = {"forward": 896, "states": 544, "segments": 544, "reverse": 928}
 
 
-def source(name: str, dtype: str) -> tuple[Any, dict[Any, Any]]:
-    """A kernel in the form of all architectures, as chunk.py and segments.py ask for it."""
+def source(name: str, dtype: str, form: str = MMA) -> tuple[Any, dict[Any, Any]]:
+    """A kernel in a form, as chunk.py and segments.py ask for it."""
     from fla_flashqla.kernels import combine, forward, gradients, prepare, reverse, segments, states
     from fla_flashqla.kernels.products import in_form
 
@@ -66,17 +67,37 @@ def source(name: str, dtype: str) -> tuple[Any, dict[Any, Any]]:
     if kind == "combine":
         return combine.combine_kernel(), combine.PASS_CONFIGS
     if kind == "forward":
-        made = forward.forward_kernel(dtype, warpgroups, MMA), forward.PASS_CONFIGS
+        made = forward.forward_kernel(dtype, warpgroups, form), forward.PASS_CONFIGS
     elif kind == "states":
-        made = states.states_kernel(dtype, warpgroups, MMA), states.PASS_CONFIGS
+        made = states.states_kernel(dtype, warpgroups, form), states.PASS_CONFIGS
     elif kind == "reverse":
         local = name == "reverse_segments"
-        made = reverse.reverse_kernel(dtype, warpgroups, MMA, local), reverse.PASS_CONFIGS
+        made = reverse.reverse_kernel(dtype, warpgroups, form, local), reverse.PASS_CONFIGS
     elif kind == "segments":
-        made = segments.segments_kernel(dtype, MMA), segments.PASS_CONFIGS
+        made = segments.segments_kernel(dtype, form), segments.PASS_CONFIGS
     else:
-        made = gradients.gradients_kernel(dtype, "float32", "float32", MMA), gradients.PASS_CONFIGS
-    return in_form(MMA, name, *made)[1:]
+        made = gradients.gradients_kernel(dtype, "float32", "float32", form), gradients.PASS_CONFIGS
+    return in_form(form, name, *made)[1:]
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("kernel", ["forward", "reverse", "gradients"])
+def test_flashqla_forms_differ_in_products_alone(kernel: str) -> None:
+    """The same descriptors for TMA, so the same tiles; the same copies, barriers and calls of device functions in the same order."""
+    made = [lower("sm_90a", *source(kernel, "bfloat16", form)) for form in (WGMMA, MMA)]
+    own, portable = (str(artifact.host_mod) for artifact in made)
+    assert own == portable and "__tvm_tensormap_create_tiled" in own
+    own_lines, lines = (statements(artifact.kernel_source) for artifact in made)
+    assert own_lines == lines and len(lines) > 60
+    assert ["tl::wgmma_" in artifact.kernel_source for artifact in made] == [True, False]
+
+
+def statements(source: str) -> list[str]:
+    """Those that say what goes on around products, without the numbers of loop variables."""
+    told = r"gdr_|tma_|stmatrix|\.wait\(|\.arrive|fence_proxy|__syncwarp|reg_(de)?alloc|buf_dyn_shmem \+"
+    kernel = source.rpartition("buf_dyn_shmem[]")[2]
+    lines = [re.sub(r"_\d+\b", "", line.strip()) for line in kernel.splitlines()]
+    return [line for line in lines if re.search(told, line)]
 
 
 def cases() -> list[Any]:

@@ -5,19 +5,11 @@ import itertools
 import os
 from unittest import mock
 
+import gpu_helpers
 import kernel_models
 import pytest
 import torch
-from gpu_helpers import (
-    ARCH,
-    DEVICE,
-    LENS,
-    ROWS,
-    answered,
-    loss_gradients,
-    poisoned_memory,
-    used_rows,
-)
+from gpu_helpers import DEVICE, LENS, ROWS, answered, loss_gradients, poisoned_memory, used_rows
 from model_helpers import any_sign
 from torch.utils.checkpoint import checkpoint
 
@@ -349,7 +341,8 @@ def test_flashqla_backward_under_checkpointing(reentrant):
     torch.autograd.backward(results, [do, dht])
     assert_same({n: leaves[n].grad for n in DIFFERENTIABLE}, want)
     ran = fla_flashqla.dispatch_report()["ran"]
-    assert ran == {f"forward {ARCH} bfloat16": 2, f"backward {ARCH} bfloat16": 1}
+    name = f"{gpu_helpers.ARCH} bfloat16"
+    assert ran == {f"forward {name}": 2, f"backward {name}": 1}
 
 
 def test_flashqla_backward_accumulates():

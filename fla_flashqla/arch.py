@@ -37,6 +37,7 @@ class Arch:
         return replace(self, name=f"{self.name}-{form}", form=form)
 
 
+SMALL = "a block has too little shared memory"
 UNTRIED = "kernels compile, but never ran on it"
 ARCHS = {
     row.sm: row
@@ -45,7 +46,7 @@ ARCHS = {
         Arch("sm100", (10, 0), 232_448, MMA, False, UNTRIED),
         Arch("sm103", (10, 3), 232_448, MMA, False, UNTRIED),
         # all but two of our kernels take 126 to 222 KB a block
-        Arch("sm120", (12, 0), 101_376, MMA, False, "too little shared memory"),
+        Arch("sm120", (12, 0), 101_376, MMA, False, SMALL),
     )
 }
 

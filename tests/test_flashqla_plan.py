@@ -155,18 +155,9 @@ REFUSED = {
 DEVICES = {
     "sm80": (("cuda", 0, (8, 0), False), "the GPU must be SM90, got SM80: not supported"),
     "sm89": (("cuda", 1, (8, 9), False), "the GPU must be SM90, got SM89: not supported"),
-    "sm100": (
-        ("cuda", 0, (10, 0), False),
-        "the GPU must be SM90, got SM100: kernels compile, but never ran on it",
-    ),
-    "sm103": (
-        ("cuda", 0, (10, 3), False),
-        "the GPU must be SM90, got SM103: kernels compile, but never ran on it",
-    ),
-    "sm120": (
-        ("cuda", 0, (12, 0), False),
-        "the GPU must be SM90, got SM120: too little shared memory",
-    ),
+    "sm100": (("cuda", 0, (10, 0), False), f"the GPU must be SM90, got SM100: {arch.UNTRIED}"),
+    "sm103": (("cuda", 0, (10, 3), False), f"the GPU must be SM90, got SM103: {arch.UNTRIED}"),
+    "sm120": (("cuda", 0, (12, 0), False), f"the GPU must be SM90, got SM120: {arch.SMALL}"),
     "hip": (("cuda", 0, (9, 4), True), "an NVIDIA GPU is needed, got a HIP build of torch"),
     "xpu": (("xpu", 0, None, False), "the device must be cuda or cpu, got xpu"),
 }

@@ -122,20 +122,14 @@ def _answered(before: dict[str, Any], after: dict[str, Any]) -> tuple[str, str |
 
 
 def _cases(device: str, operator: Callable[..., Any]) -> list[Any]:
-    """Small calls that between them use lengths off the chunk, `cu_seqlens`, states, both layouts."""
-    from fla_flashqla.testing import Case
+    """Small calls, as far as this operator knows their flags."""
+    from fla_flashqla.testing import small_cases
 
     v_first = "state_v_first" in inspect.signature(operator).parameters  # since FLA 0.5.1
     dtypes = ("float32", "bfloat16") if device == "cpu" else ("bfloat16", "float16")
     lens = (1, 63, 0, 70) if device == "cpu" else (1, 63, 0, 65, 371)
-    layer = {"l2norm": True, "state_v_first": True, "raw_g": "bias", "raw_beta": 2}  # FLA's own
-    forms: tuple[dict[str, Any], ...] = (
-        {"B": 2, "T": sum(lens), "state_dtype": None},
-        {"lens": lens, "tail": 3, "gates": "strong", "l2norm": True},
-        {"lens": lens, "tail": 3, "gates": "zero", "l2norm": True, "state_v_first": True},
-        {"lens": lens, "tail": 3, "gates": "strong", **layer},
-    )
-    return [Case(dtype=dtype, **form) for dtype in dtypes for form in forms[: 4 if v_first else 2]]
+    count = 4 if v_first else 2
+    return [case for dtype in dtypes for case in small_cases(lens, dtype=dtype)[:count]]
 
 
 def _compare(operator: Callable[..., Any], device: Any, case: Any) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from fla_flashqla.testing import (
     BOUNDS,
     GRADIENT_BOUNDS,
     Case,
+    gradient_bound,
     make_inputs,
     make_output_gradients,
     oracle,
@@ -66,9 +67,7 @@ def check(x, form=reference.recurrent_gated_delta_rule):
     assert got.keys() == want.keys()
     for name, dx in got.items():
         assert dx.dtype == x[name].dtype and dx.shape == x[name].shape, name
-        limit = max(GRADIENT_BOUNDS[dtype], GRADIENT_BOUNDS.get(str(dx.dtype)[6:], 0.0))
-        # Differences of large sums, see test_flashqla_backward.py, and few numbers that add many of those up.
-        limit *= {"g": 2, "A_log": 4, "dt_bias": 4}.get(name, 1)
+        limit = gradient_bound(name, dx, dtype)
         truth = want[name]
         if name in ROWS:
             if rows.stop is not None:

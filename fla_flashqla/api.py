@@ -11,7 +11,7 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 
-from fla_flashqla import arch, autograd, chunk, env, reference, report, segments
+from fla_flashqla import arch, autograd, chunk, env, reference, report, segments, selfcheck
 from fla_flashqla.activations import NONE, Activations
 from fla_flashqla.call import Unsupported, describe
 from fla_flashqla.layout import Layout, Packed
@@ -94,13 +94,16 @@ def capturing() -> bool:
 
 
 def _obstacle(step: str, plan: Plan, device_index: int) -> str | None:
-    """Why a step of a plan cannot run, else its kernels are built."""
+    """Why a step of a plan cannot run, else its kernels are built, and checked where that is due."""
     kernels = _kernels.get(plan.key(step))
     place = *plan.variant(step), device_index
-    if (kernels is None or place not in kernels.proven) and capturing():
+    if kernels is not None and place in kernels.proven:
+        return None
+    if capturing():
         return "kernels must have run before a CUDA graph is captured with them"
     refused = (kernels or _build(step, plan)).refused
-    return (refused.get(None) or refused.get(place)) if refused else None
+    reason = refused.get(None) or refused.get(place)
+    return reason or selfcheck.refusal(step, plan, device_index)
 
 
 def _cut(plan: Plan, device_index: int) -> Plan:

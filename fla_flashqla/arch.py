@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -24,6 +23,7 @@ class Arch:
     form: str  # of products
     supported: bool
     status: str
+    proven: bool = False  # whether our kernels ran there: else `selfcheck.py` has the say
 
     @property
     def target(self) -> str:
@@ -31,10 +31,10 @@ class Arch:
         return f"sm_{self.sm[0]}{self.sm[1]}a"
 
     def in_form(self, form: str) -> Arch:
-        """The same with products in `form`; "" is its own."""
+        """The same with products in `form`, "" being its own: in another nothing of ours ran yet."""
         if form in ("", self.form):
             return self
-        return replace(self, name=f"{self.name}-{form}", form=form)
+        return replace(self, name=f"{self.name}-{form}", form=form, proven=False)
 
 
 SMALL = "a block has too little shared memory"
@@ -42,7 +42,7 @@ UNTRIED = "kernels compile, but never ran on it"
 ARCHS = {
     row.sm: row
     for row in (
-        Arch("sm90", (9, 0), 232_448, WGMMA, True, "run on hardware"),
+        Arch("sm90", (9, 0), 232_448, WGMMA, True, "run on hardware", proven=True),
         Arch("sm100", (10, 0), 232_448, MMA, False, UNTRIED),
         Arch("sm103", (10, 3), 232_448, MMA, False, UNTRIED),
         # all but two of our kernels take 126 to 222 KB a block
@@ -51,7 +51,6 @@ ARCHS = {
 }
 
 
-@cache
 def named(name: str) -> Arch:
     """The row that plans name, in the form that the name says."""
     name, _, form = name.partition("-")
@@ -86,3 +85,22 @@ def device_facts(device: torch.device) -> DeviceFacts:
         form = env.form()
     index = -1 if device.index is None else device.index
     return _FACTS.setdefault(device, DeviceFacts(device.type, index, sm, is_hip, sms, form))
+
+
+def proven(name: str) -> bool:
+    """Whether our kernels ran on a GPU of the row that plans name, in the form that the name says."""
+    name, _, form = name.partition("-")
+    return all(row.in_form(form).proven for row in ARCHS.values() if row.name == name)
+
+
+class Identity(NamedTuple):
+    """Which GPU it is, however a process counts them."""
+
+    name: str
+    uuid: str
+
+
+def identity(index: int) -> Identity:
+    """Of a CUDA device."""
+    properties = torch.cuda.get_device_properties(index)
+    return Identity(properties.name, str(properties.uuid))

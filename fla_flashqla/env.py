@@ -31,7 +31,12 @@ FORM = Variable(
     "auto",
     "For tests: mma makes all products by mma.sync, as on architectures of which we use nothing else; auto by what is fastest. Read once per GPU.",
 )
-VARIABLES = (SWITCH, STRICT, SEGMENTS, FORM)
+SELF_CHECK = Variable(
+    "FLA_FLASH_QLA_SELFCHECK",
+    "auto",
+    "Whether kernels must agree with float64 on a small problem, in a process of its own, before they answer: auto, on GPUs on which we never ran them; force, on all; off, on none.",
+)
+VARIABLES = (SWITCH, STRICT, SEGMENTS, FORM, SELF_CHECK)
 
 
 def enabled() -> bool:
@@ -44,10 +49,19 @@ def strict() -> bool:
 
 def segments() -> str:
     """ "off", "exact" or "auto", which any other value stands for."""
-    value = os.environ.get(SEGMENTS.name, SEGMENTS.default)
-    return value if value in ("off", "exact") else "auto"
+    return _choice(SEGMENTS, "off", "exact")
 
 
 def form() -> str:
     """ "mma", or "" for that of the architecture."""
-    return "mma" if os.environ.get(FORM.name, FORM.default) == "mma" else ""
+    return "mma" if _choice(FORM, "mma") == "mma" else ""
+
+
+def self_check() -> str:
+    """ "off", "force" or "auto", which any other value stands for."""
+    return _choice(SELF_CHECK, "off", "force")
+
+
+def _choice(variable: Variable, *values: str) -> str:
+    value = os.environ.get(variable.name, variable.default)
+    return value if value in values else variable.default

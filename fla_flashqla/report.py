@@ -17,6 +17,7 @@ OVERFLOW = "further reasons"
 _ran: dict[str, int] = {}
 _refused: dict[str, int] = {}
 _reference = 0
+_self_checks: dict[str, str] = {}
 _reach: Callable[[], str] = lambda: "not reached: FLA's operator is not imported"  # noqa: E731
 _lock = threading.Lock()
 
@@ -46,6 +47,12 @@ def refused(reason: str) -> bool:
     return new
 
 
+def self_checked(kernels: str, outcome: str) -> None:
+    """Note what the self-check of `kernels` found."""
+    with _lock:
+        _self_checks[kernels] = outcome
+
+
 def reached_by(reach: Callable[[], str]) -> None:
     """Set what `dispatch_report` asks for the way by which FLA reaches us."""
     global _reach
@@ -57,7 +64,8 @@ def dispatch_report() -> dict[str, Any]:
 
     Returns:
         `ran`: calls answered by our GPU kernels, by path; `refused`: calls left to FLA, by reason;
-        `reference`: calls answered by the PyTorch reference; `reach`: how FLA reaches us.
+        `reference`: calls answered by the PyTorch reference; `reach`: how FLA reaches us;
+        `self_check`: by kernels, what the self-checks of this process found, which `reset_report` leaves.
         A forked child counts from zero.
     """
     reach = _reach()
@@ -67,6 +75,7 @@ def dispatch_report() -> dict[str, Any]:
             "refused": dict(_refused),
             "reference": _reference,
             "reach": reach,
+            "self_check": dict(_self_checks),
         }
 
 

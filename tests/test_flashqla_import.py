@@ -28,6 +28,8 @@ LAYERS = (
     ("segments", "l2norm"),
     ("chunk",),
     ("autograd",),
+    ("agreement",),
+    ("selfcheck",),
     ("api", "compat"),
     ("backend", "low_level", "op"),
     ("__init__",),

@@ -33,11 +33,21 @@ def test_flashqla_report_counts_and_resets() -> None:
     report.reference_ran()
     counted = fla_flashqla.dispatch_report()
     assert counted.pop("reach")
-    assert counted == {"ran": {"a": 2}, "refused": {"b": 1}, "reference": 1}
+    assert counted == {"ran": {"a": 2}, "refused": {"b": 1}, "reference": 1, "self_check": {}}
     counted["ran"]["a"] = 0  # a copy
     assert fla_flashqla.dispatch_report()["ran"] == {"a": 2}
     fla_flashqla.reset_report()
     assert fla_flashqla.dispatch_report()["ran"] == {}
+
+
+def test_flashqla_report_keeps_self_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report, "_self_checks", {})
+    report.self_checked("a", "found")
+    fla_flashqla.reset_report()
+    counted = fla_flashqla.dispatch_report()["self_check"]
+    assert counted == {"a": "found"}
+    counted.clear()  # a copy
+    assert fla_flashqla.dispatch_report()["self_check"]
 
 
 def test_flashqla_report_is_bounded() -> None:

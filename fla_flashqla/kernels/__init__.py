@@ -47,7 +47,7 @@ def compile_kernel(
     # TileLang announces each compilation on stdout, which belongs to the program that calls us.
     logging.getLogger("tilelang.jit.kernel").addFilter(_not_ours)
     target = {"kind": "cuda", "arch": arch.target}
-    with _first(f"{name}-{arch.target}"):
+    with first(f"{name}-{arch.target}"):
         return tilelang.compile(function, target=target, pass_configs=pass_configs)
 
 
@@ -72,8 +72,8 @@ def launcher(kernel: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _first(name: str) -> Iterator[None]:
-    """Be the process of this node that compiles `name`, or enter when the one before us has done so.
+def first(name: str) -> Iterator[None]:
+    """Be the process of this node that makes `name`, or enter when the one before us has done so.
 
     A lock saves time and no more: where there is none to be had, whatever the reason, we go on without.
     """
@@ -98,7 +98,7 @@ def _first(name: str) -> Iterator[None]:
     except Exception as error:
         # A folder that was filled ahead may well be read-only; a wait in vain is worth a warning.
         level = logging.WARNING if isinstance(error, TimeoutError) else logging.INFO
-        text = "no lock for %s, so other processes may compile it too: %s: %s"
+        text = "no lock for %s, so other processes may make it too: %s: %s"
         logger.log(level, text, name, type(error).__name__, error)
     try:
         yield

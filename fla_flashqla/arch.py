@@ -24,6 +24,7 @@ class Arch:
     supported: bool
     status: str
     proven: bool = False  # whether our kernels ran there: else `selfcheck.py` has the say
+    measured: bool = False  # whether they were timed there beside flash_qla
 
     @property
     def target(self) -> str:
@@ -42,7 +43,7 @@ UNTRIED = "kernels compile, but never ran on it"
 ARCHS = {
     row.sm: row
     for row in (
-        Arch("sm90", (9, 0), 232_448, WGMMA, True, "run on hardware", proven=True),
+        Arch("sm90", (9, 0), 232_448, WGMMA, True, "run on hardware", proven=True, measured=True),
         Arch("sm100", (10, 0), 232_448, MMA, False, UNTRIED),
         Arch("sm103", (10, 3), 232_448, MMA, False, UNTRIED),
         # all but two of our kernels take 126 to 222 KB a block
@@ -85,6 +86,13 @@ def device_facts(device: torch.device) -> DeviceFacts:
         form = env.form()
     index = -1 if device.index is None else device.index
     return _FACTS.setdefault(device, DeviceFacts(device.type, index, sm, is_hip, sms, form))
+
+
+def row(device: torch.device) -> Arch | None:
+    """What the table has on a device that our kernels support."""
+    sm = device_facts(device).sm
+    found = None if sm is None else ARCHS.get(sm)
+    return found if found is not None and found.supported else None
 
 
 def proven(name: str) -> bool:

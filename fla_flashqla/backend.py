@@ -8,7 +8,9 @@ import threading
 from operator import is_
 from typing import Any
 
-from fla_flashqla import _autoload, api, compat, env, report
+import torch
+
+from fla_flashqla import _autoload, api, arch, compat, env, report
 from fla_flashqla.call import Unsupported, describe
 from fla_flashqla.plan import Refusal
 from fla_flashqla.report import logger
@@ -32,6 +34,7 @@ class FlashQLABackend:
     def __init__(self, binding: compat.Binding) -> None:
         super().__init__()
         self._bind = binding
+        self.kept: Any = None  # FLA's own backend for the flash_qla package, whose place we took
         self._accepted = threading.local()
 
     # Static, because FLA calls them on the class or on the instance; never cached.
@@ -54,7 +57,8 @@ class FlashQLABackend:
         failure = None
         try:
             bound = self._bind(args, kwargs)
-            decision = api.decide(*bound)
+            preferred = None if self.kept is None else self._preferred(bound, args, kwargs)
+            decision = Refusal(preferred) if preferred else api.decide(*bound)
         except Unsupported as error:
             decision = Refusal(str(error))
         except Exception as error:  # a malformed call, which FLA reports itself, or our mistake
@@ -66,6 +70,24 @@ class FlashQLABackend:
             return False, decision.reason
         self._accepted.call = (args, kwargs), bound, decision
         return True, None
+
+    def _preferred(
+        self, bound: _Arguments, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> str | None:
+        """Why flash_qla, which takes this call too, shall answer it."""
+        prefer = env.prefer()
+        q = bound[0][0] if bound[0] else bound[1].get("q")
+        if prefer == "ours" or env.strict() or not isinstance(q, torch.Tensor):
+            return None
+        row = arch.row(q.device)
+        if row is None or (row.measured and prefer == "auto"):
+            return None
+        kept, name = self.kept, compat.OPERATOR
+        usable = kept.is_available() and kept.is_enabled()
+        if not (usable and kept.verify(name, *args, **kwargs)[0]):
+            return None
+        why = f" on {row.name.upper()}, where ours was not measured" if prefer == "auto" else ""
+        return f"flash_qla is preferred{why} ({env.PREFER.name}={prefer})"
 
     def chunk_gated_delta_rule(self, *args: Any, **kwargs: Any) -> Any:
         """Answer a call that the verifier accepted."""
@@ -134,7 +156,8 @@ def _attach() -> None:
     elif not compat.holds(_registry, FlashQLABackend):
         bases = (FlashQLABackend, compat.base_of(_registry))
         namespace = {"__module__": __name__, "__doc__": FlashQLABackend.__doc__}
-        compat.seat(_registry, type(FlashQLABackend.__name__, bases, namespace)(binding))
+        ours = type(FlashQLABackend.__name__, bases, namespace)(binding)
+        ours.kept = compat.seat(_registry, ours)
 
 
 def reach() -> str:

@@ -149,14 +149,15 @@ def base_of(registry: Any) -> type:
     return base if isinstance(base, type) else object
 
 
-def seat(registry: Any, ours: Any) -> None:
-    """Register `ours`; who had its type gets the calls that it refuses, under a type of its own."""
+def seat(registry: Any, ours: Any) -> Any:
+    """Register `ours`; who had its type, and is returned, gets the calls that it refuses, under a type of its own."""
     kept = getattr(registry, "_backends", {}).get(ours.backend_type)
     if kept is not None:
         kept.backend_type = f"{ours.backend_type}_package"
     registry.register(ours)
     if kept is not None:
         registry.register(kept)
+    return kept
 
 
 def holds(registry: Any, backend_class: type) -> bool:

@@ -36,7 +36,12 @@ SELF_CHECK = Variable(
     "auto",
     "Whether kernels must agree with float64 on a small problem, in a process of its own, before they answer: auto, on GPUs on which we never ran them; force, on all; off, on none.",
 )
-VARIABLES = (SWITCH, STRICT, SEGMENTS, FORM, SELF_CHECK)
+PREFER = Variable(
+    "FLA_FLASH_QLA_PREFER",
+    "auto",
+    "Who answers the calls that the package flash_qla, if it is installed, takes from FLA as well: ours, flash_qla, or auto, which is flash_qla on GPUs on which ours was not measured.",
+)
+VARIABLES = (SWITCH, STRICT, SEGMENTS, FORM, SELF_CHECK, PREFER)
 
 
 def enabled() -> bool:
@@ -60,6 +65,11 @@ def form() -> str:
 def self_check() -> str:
     """ "off", "force" or "auto", which any other value stands for."""
     return _choice(SELF_CHECK, "off", "force")
+
+
+def prefer() -> str:
+    """ "ours", "flash_qla" or "auto", which any other value stands for."""
+    return _choice(PREFER, "ours", "flash_qla")
 
 
 def _choice(variable: Variable, *values: str) -> str:

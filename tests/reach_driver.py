@@ -23,6 +23,7 @@ import sys
 import threading
 import types
 import warnings
+from dataclasses import replace
 from unittest.mock import MagicMock
 
 from child_processes import run_checks
@@ -95,7 +96,7 @@ if ORDER == "late":
     assert "fla_flashqla" not in sys.modules
 
 import fla_flashqla  # noqa: E402
-from fla_flashqla import api, reference  # noqa: E402
+from fla_flashqla import api, arch, reference  # noqa: E402
 from fla_flashqla.plan import Plan, Refusal, plan  # noqa: E402
 
 MARK = "answered by FLA", None
@@ -384,7 +385,16 @@ def check_kept_backend():
             assert package.chunk_gated_delta_rule(**make()) == MARK  # which theirs refuses too
             with variable("FLA_FLASH_QLA", "0"):
                 assert package.chunk_gated_delta_rule(**big) == MARK
-    assert len(package_.calls) == calls + 1 and report()["refused"]["for a test"] == 2
+        assert len(package_.calls) == calls + 1 and report()["refused"]["for a test"] == 2
+        # where ours was not measured, theirs comes first
+        new = replace(arch.ARCHS[9, 0], name="new", measured=False)
+        with replaced(arch, row=lambda device: new):
+            assert package.chunk_gated_delta_rule(**big) == package_.ANSWER
+            assert sum("preferred on NEW" in reason for reason in report()["refused"]) == 1
+            assert package.chunk_gated_delta_rule(**make())[0].shape == make()["v"].shape
+            with variable("FLA_FLASH_QLA_PREFER", "ours"):
+                assert package.chunk_gated_delta_rule(**big)[0].shape == big["v"].shape
+    assert len(package_.calls) == calls + 2
 
 
 def check_fork():

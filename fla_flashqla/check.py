@@ -57,6 +57,7 @@ def run(progress: Progress) -> Record:
         # With a driver there is a GPU, so a PyTorch that sees none is at fault unless it was told.
         blind = gpu["driver"] and not gpu["count"] and "CUDA_VISIBLE_DEVICES" not in os.environ
         (problems if blind else notes).append(gpu["note"])
+    notes.extend(_untried(gpu, record["versions"]))
     progress("TileLang and nvcc")
     record["compiler"] = compiler = _compiler()
     if compiler["error"]:
@@ -99,6 +100,8 @@ def _gpu() -> Record:
         "sm": None,
         "sms": 0,  # multiprocessors
         "supported": False,
+        "proven": False,  # whether our kernels ever ran on one of these
+        "measured": False,  # and were timed beside flash_qla
         "cuda": None,  # what this PyTorch was built for
         "driver": _driver(),
         "note": None,
@@ -130,11 +133,29 @@ def _gpu() -> Record:
             "sms": facts[index].sms,
             "supported": bool(ours),
         }
+        if ours:
+            row = arch.ARCHS[sm].in_form(env.form())  # type: ignore[index]
+            found |= {"proven": row.proven, "measured": row.measured}
         if not found["supported"]:
             found["note"] = "no kernel of ours runs on this GPU: FLA's own path answers CUDA calls"
     except Exception as error:
         found["note"] = f"the GPU could not be examined: {describe_error(error)}"
     return found
+
+
+def _untried(gpu: Record, versions: dict[str, str | None]) -> Iterator[str]:
+    """What is different on a GPU that we never had."""
+    if not gpu["supported"]:
+        return
+    if not gpu["proven"] and env.self_check() != "off":
+        yield "our kernels never ran on such a GPU: each must pass a self-check on first use"
+    elif not gpu["proven"]:
+        yield f"our kernels never ran on such a GPU, and {env.SELF_CHECK.name}=off trusts them"
+    prefer = env.prefer()
+    if versions["flash-qla"] and (
+        prefer == "flash_qla" or (prefer, gpu["measured"]) == ("auto", False)
+    ):
+        yield "flash_qla answers the calls that it takes; what follows is about ours, as with FLA_FLASH_QLA_PREFER=ours"
 
 
 def _driver() -> str | None:
@@ -300,6 +321,8 @@ def _through_fla(
                     problems.append(_case_problem(event))
             elif kind == "warning":
                 notes.append(event["text"])
+            elif kind == "done" and not event["error"]:  # those that failed have warned
+                notes.extend(text for text in event["self_checks"] if text not in notes)
             elif event.get("error"):
                 problems.append(f"{_FAILED[kind]}: {event['error']}")
     except Exception as error:
@@ -324,7 +347,10 @@ def _probe_events(device: str, progress: Progress) -> Iterator[Record]:
     stage, finished, event = "PyTorch was imported", False, {}
     progress("importing PyTorch")
     with tempfile.TemporaryFile("w+") as stderr:
-        child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True)
+        variables = {**os.environ, env.PREFER.name: "ours"}
+        child = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=stderr, text=True, env=variables
+        )
         timer = threading.Timer(PROBE_TIMEOUT_S, child.kill)
         timer.start()
         try:

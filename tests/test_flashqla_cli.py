@@ -278,6 +278,8 @@ GPU = {
     "sm": [9, 0],
     "sms": 132,
     "supported": True,
+    "proven": True,
+    "measured": True,
     "cuda": "13.0",
     "driver": "580.65.06",
     "note": None,
@@ -313,6 +315,36 @@ def test_flashqla_check_compiler_matters_with_a_gpu(
             "reason": "no TileLang",
         }
     assert "NVIDIA H200, SM 9.0, cuda:0" in "\n".join(cli.render(record))
+
+
+@pytest.mark.parametrize(
+    ("change", "variables", "notes"),
+    [
+        ({}, {}, []),
+        ({"measured": False}, {}, ["flash_qla answers"]),
+        ({"measured": False}, {"FLA_FLASH_QLA_PREFER": "ours"}, []),
+        ({}, {"FLA_FLASH_QLA_PREFER": "flash_qla"}, ["flash_qla answers"]),
+        ({"proven": False}, {}, ["our kernels never ran on such a GPU: each must pass"]),
+        ({"proven": False}, {"FLA_FLASH_QLA_SELFCHECK": "off"}, ["our kernels never ran on"]),
+        ({"supported": False, "proven": False, "measured": False}, {}, []),
+    ],
+)
+def test_flashqla_check_on_a_gpu_that_we_never_had(
+    change: dict[str, bool],
+    variables: dict[str, str],
+    notes: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("FLA_FLASH_QLA_PREFER", "FLA_FLASH_QLA_SELFCHECK"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    found = [*check._untried(GPU | change, {"flash-qla": "0.1.3"})]
+    assert len(found) == len(notes)
+    assert all(text.startswith(start) for text, start in zip(found, notes, strict=True))
+    assert not any(
+        "flash_qla" in text for text in check._untried(GPU | change, {"flash-qla": None})
+    )
 
 
 def test_flashqla_check_driver_without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,11 +56,17 @@ def lower(arch: str, function: Any, pass_configs: dict[Any, Any]) -> Any:
 
 
 def compile_for(arch: str, function: Any, pass_configs: dict[Any, Any], folder: Path) -> Compiled:
-    """Compile a TileLang function for `arch` ("sm_90a") with TileLang's own nvcc options; no `instructions` for `UNREAD`."""
+    """Compile a TileLang function for `arch` ("sm_90a")."""
+    return compile_lowered(arch, lower(arch, function, pass_configs), pass_configs, folder)
+
+
+def compile_lowered(
+    arch: str, artifact: Any, pass_configs: dict[Any, Any], folder: Path
+) -> Compiled:
+    """Compile what `lower` made with TileLang's own nvcc options for `arch`; no `instructions` for `UNREAD`."""
     import tilelang
     from tilelang.env import CUTLASS_INCLUDE_DIR, TILELANG_TEMPLATE_PATH
 
-    artifact = lower(arch, function, pass_configs)
     source, cubin = folder / "kernel.cu", folder / "kernel.cubin"
     source.write_text(artifact.kernel_source)
     fast_math = tilelang.PassConfigKey.TL_ENABLE_FAST_MATH

@@ -100,7 +100,8 @@ def _gpu() -> Record:
         "sm": None,
         "sms": 0,  # multiprocessors
         "supported": False,
-        "proven": False,  # whether our kernels ever ran on one of these
+        "status": None,  # what is known of our kernels there
+        "proven": False,  # whether they ever ran on one of these
         "measured": False,  # and were timed beside flash_qla
         "cuda": None,  # what this PyTorch was built for
         "driver": _driver(),
@@ -135,7 +136,7 @@ def _gpu() -> Record:
         }
         if ours:
             row = arch.ARCHS[sm].in_form(env.form())  # type: ignore[index]
-            found |= {"proven": row.proven, "measured": row.measured}
+            found |= {"status": row.status, "proven": row.proven, "measured": row.measured}
         if not found["supported"]:
             found["note"] = "no kernel of ours runs on this GPU: FLA's own path answers CUDA calls"
     except Exception as error:
@@ -148,9 +149,9 @@ def _untried(gpu: Record, versions: dict[str, str | None]) -> Iterator[str]:
     if not gpu["supported"]:
         return
     if not gpu["proven"] and env.self_check() != "off":
-        yield "our kernels never ran on such a GPU: each must pass a self-check on first use"
+        yield f"our kernels: {gpu['status']}; each must pass a self-check on first use"
     elif not gpu["proven"]:
-        yield f"our kernels never ran on such a GPU, and {env.SELF_CHECK.name}=off trusts them"
+        yield f"our kernels: {gpu['status']}; {env.SELF_CHECK.name}=off trusts them"
     prefer = env.prefer()
     if versions["flash-qla"] and (
         prefer == "flash_qla" or (prefer, gpu["measured"]) == ("auto", False)

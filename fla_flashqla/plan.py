@@ -346,7 +346,8 @@ def _refuse_cuda(call: Call) -> str | None:
     arch = None if call.sm is None else ARCHS.get(call.sm)
     if arch is None or not arch.supported:
         sm = "unknown" if call.sm is None else f"SM{call.sm[0]}{call.sm[1]}"
-        return f"the GPU must be SM90, got {sm}: {arch.status if arch else 'not supported'}"
+        ours = " or ".join(row.name.upper() for row in ARCHS.values() if row.supported)
+        return f"the GPU must be {ours}, got {sm}: {arch.status if arch else 'not supported'}"
     if call.transformed:
         return "torch.func, forward-mode differentiation and torch.jit.trace are not supported"
     if call.K != HEAD_DIM or call.V != HEAD_DIM:

@@ -79,7 +79,7 @@ def test_flashqla_bench_command_json(run: Run) -> None:
 
 def test_flashqla_bench_command_refused(run: Run) -> None:
     """Where ours does not answer, the reason, the others' times, and exit code 1."""
-    refusal = RuntimeError("the GPU must be SM90, got SM80: not supported")
+    refusal = RuntimeError("the GPU must be SM90 or SM100 or SM103, got SM80: not supported")
     code, out, _ = run(*SHAPE, "--pass", "fwd", ours=refusal)
     assert code == 1
     assert ["fwd", "16:32", "8192x4", "n/a", "4.000", "0.500", "-", "-"] in [

@@ -131,7 +131,7 @@ REFUSALS = {
     "float64 g": {"facts": {"g_dtype": "float64"}},
     "float64 beta": {"facts": {"beta_dtype": "float64"}},
     "float64 initial_state": {"facts": {"state_dtype": "float64"}},
-    "Blackwell": {"facts": {"sm": (10, 0)}},
+    "consumer Blackwell": {"facts": {"sm": (12, 0)}},
     "other GPUs": {"facts": {"sm": (8, 0)}},
     "ROCm": {"facts": {"is_hip": True}},
     "other devices": {"facts": {"device_type": "xpu"}},

@@ -153,11 +153,10 @@ REFUSED = {
     "no_sequences": ({"cu_seqlens": bounds(0)}, "there must be a sequence and a token"),
 }
 DEVICES = {
-    "sm80": (("cuda", 0, (8, 0), False), "the GPU must be SM90, got SM80: not supported"),
-    "sm89": (("cuda", 1, (8, 9), False), "the GPU must be SM90, got SM89: not supported"),
-    "sm100": (("cuda", 0, (10, 0), False), f"the GPU must be SM90, got SM100: {arch.UNTRIED}"),
-    "sm103": (("cuda", 0, (10, 3), False), f"the GPU must be SM90, got SM103: {arch.UNTRIED}"),
-    "sm120": (("cuda", 0, (12, 0), False), f"the GPU must be SM90, got SM120: {arch.SMALL}"),
+    "sm80": (("cuda", 0, (8, 0), False), "the GPU must be SM90 or SM100 or SM103, got SM80: not supported"),
+    "sm89": (("cuda", 1, (8, 9), False), "the GPU must be SM90 or SM100 or SM103, got SM89: not supported"),
+    "sm120": (("cuda", 0, (12, 0), False), f"got SM120: {arch.SMALL}"),
+    "sm121": (("cuda", 0, (12, 1), False), f"got SM121: {arch.SMALL}"),
     "hip": (("cuda", 0, (9, 4), True), "an NVIDIA GPU is needed, got a HIP build of torch"),
     "xpu": (("xpu", 0, None, False), "the device must be cuda or cpu, got xpu"),
 }
@@ -437,10 +436,10 @@ def test_flashqla_describe_reads_the_call():
 
 
 def test_flashqla_arch_rows():
-    assert [row.name for row in arch.ARCHS.values()] == ["sm90", "sm100", "sm103", "sm120"]
+    assert [row.name for row in arch.ARCHS.values()] == ["sm90", "sm100", "sm103", "sm120", "sm121"]
     for sm, row in arch.ARCHS.items():
         assert row.sm == sm and row.name == f"sm{sm[0]}{sm[1]}"
-        assert row.supported == (row.status == "run on hardware")
+        assert row.supported == (row.status != arch.SMALL) and row.proven == (sm == (9, 0))
     assert arch.ARCHS[9, 0].smem_bytes == 232_448
 
 

@@ -326,7 +326,11 @@ def test_flashqla_check_compiler_matters_with_a_gpu(
         ({"measured": False}, {"FLA_FLASH_QLA_PREFER": "ours"}, []),
         ({}, {"FLA_FLASH_QLA_PREFER": "flash_qla"}, ["flash_qla answers"]),
         ({"proven": False}, {}, ["our kernels: run on hardware; each must pass"]),
-        ({"proven": False}, {"FLA_FLASH_QLA_SELFCHECK": "off"}, ["our kernels: run on hardware; FLA_FLASH_QLA_SELFCHECK=off"]),
+        (
+            {"proven": False},
+            {"FLA_FLASH_QLA_SELFCHECK": "off"},
+            ["our kernels: run on hardware; FLA_FLASH_QLA_SELFCHECK=off"],
+        ),
         ({"supported": False, "proven": False, "measured": False}, {}, []),
     ],
 )

@@ -20,13 +20,23 @@ from fla_flashqla.plan import plan
 
 
 def test_flashqla_forms_of_architectures() -> None:
-    assert [row.form for row in ARCHS.values()] == [WGMMA, MMA, MMA, MMA]
-    assert [row.target for row in ARCHS.values()] == ["sm_90a", "sm_100a", "sm_103a", "sm_120a"]
+    assert [row.form for row in ARCHS.values()] == [WGMMA, MMA, MMA, MMA, MMA]
+    targets = ["sm_90a", "sm_100a", "sm_103a", "sm_120a", "sm_121a"]
+    assert [row.target for row in ARCHS.values()] == targets
     for row in ARCHS.values():
         assert arch.named(row.name) is row.in_form("") is row.in_form(row.form) is row
     portable = arch.named("sm90-mma")
-    assert portable == replace(ARCHS[9, 0], name="sm90-mma", form=MMA, proven=False)
+    as_tested = {"status": portable.status, "proven": False}
+    assert portable == replace(ARCHS[9, 0], name="sm90-mma", form=MMA, **as_tested)
     assert portable.in_form(MMA) is portable
+
+
+@pytest.mark.parametrize("sm", [(10, 0), (10, 3)])
+def test_flashqla_forms_are_planned_for_blackwell(sm: tuple[int, int]) -> None:
+    """As on Hopper, with kernels of its own, which nobody has seen run there."""
+    own, made = (plan(Call(**BASE)._replace(sm=x)) for x in ((9, 0), sm))
+    assert made == replace(own, arch=f"sm{sm[0]}{sm[1]}") and not arch.proven(made.arch)
+    assert "never run on Blackwell" in ARCHS[sm].status and not ARCHS[sm].measured
 
 
 def test_flashqla_forms_by_variable(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,7 +138,7 @@ def test_flashqla_forms_compile_for_blackwell(
 ) -> None:
     function, configs = source(kernel, "bfloat16")
     lowered = lower(ARCHS[10, 0].target, function, configs)
-    for row in (row for row in ARCHS.values() if row.form == MMA):
+    for row in (ARCHS[sm] for sm in ((10, 0), (10, 3), (12, 0))):  # SM121 is as SM120
         compiled = compile_lowered(row.target, lowered, configs, tmp_path)
         report(f"{kernel} bfloat16, {row.target} {row.form}", compiled, record_property)
         check(compiled, row, kernel)

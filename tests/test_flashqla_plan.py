@@ -153,14 +153,8 @@ REFUSED = {
     "no_sequences": ({"cu_seqlens": bounds(0)}, "there must be a sequence and a token"),
 }
 DEVICES = {
-    "sm80": (
-        ("cuda", 0, (8, 0), False),
-        "the GPU must be SM90 or SM100 or SM103, got SM80: not supported",
-    ),
-    "sm89": (
-        ("cuda", 1, (8, 9), False),
-        "the GPU must be SM90 or SM100 or SM103, got SM89: not supported",
-    ),
+    "sm80": (("cuda", 0, (8, 0), False), "must be SM90 or SM100 or SM103, got SM80: not"),
+    "sm89": (("cuda", 1, (8, 9), False), "must be SM90 or SM100 or SM103, got SM89: not"),
     "sm120": (("cuda", 0, (12, 0), False), f"got SM120: {arch.SMALL}"),
     "sm121": (("cuda", 0, (12, 1), False), f"got SM121: {arch.SMALL}"),
     "hip": (("cuda", 0, (9, 4), True), "an NVIDIA GPU is needed, got a HIP build of torch"),

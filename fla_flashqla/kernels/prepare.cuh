@@ -17,11 +17,12 @@ constexpr int BLOCK_STRIDE = 264;  // floats from one 16 x 16 block to the next:
 // Element (r, c) of a 16 x 16 block: rows r and r + 2 use different banks.
 __device__ __forceinline__ int block_at(int r, int c) { return r * 16 + (c ^ (r & 2) * 4); }
 
-// K K^T is kept by blocks of 16 x 16 as accumulators lie in a warp: (I, J), I > J, four floats (row lane / 4, its two columns; row
-// lane / 4 + 8) a lane for the left 8 columns, then four for the right; of a diagonal block, whose lower left is never read, the
-// upper four of both sides, then the lower right two.
-constexpr int KK_DIAGONAL = 6 * 256, KK_SIZE = KK_DIAGONAL + 4 * 192;  // floats
-constexpr int SCRATCH = 3 * BLOCK_STRIDE + 3 * 256;
+// K K^T is kept by blocks of 16 x 16 as accumulators lie in a warp: of a diagonal block, whose lower left is never read, the upper
+// four floats of both sides a lane (row lane / 4, its two columns on the left, on the right), then the lower right two; behind these,
+// (I, J), I > J, four (row lane / 4, its two columns; row lane / 4 + 8) for the left 8 columns, then four for the right. A warp that
+// is alone leaves the latter in its registers.
+constexpr int KK_DIAGONAL = 192, KK_REST = 4 * KK_DIAGONAL;  // floats a diagonal block; in front of the others
+using Products = float[4 / GDR_WARPS][4][2][4];              // blocks (I, J) of the block rows I of a warp, J <= I
 
 struct Split {  // four registers each: a left operand, or the right operands of two 8-column tiles
   unsigned hi[4], lo[4];
@@ -93,13 +94,15 @@ struct Gates {
 };
 
 // Right operand L_IJ^T, I > J.
-__device__ __forceinline__ Split right_l(const float* kk, const Gates& g, int I, int J, int lane) {
+__device__ __forceinline__ Split right_l(const Products& d, const float* kk, const Gates& g, int I, int J, int lane) {
   float z[2][4];
   const float between = I == J + 1 ? 1.f : exp2f(g.gc[16 * I - 1] - g.gc[16 * J + 15]);
   const float row[2] = {g.rows[16 * I + lane / 4] * between, g.rows[16 * I + 8 + lane / 4] * between};
 #pragma unroll
   for (int t = 0; t < 2; ++t) {
-    const float4 x = reinterpret_cast<const float4*>(kk)[(I * (I - 1) / 2 + J) * 64 + t * 32 + lane];
+    const float4 x = GDR_WARPS == 1
+                         ? make_float4(d[I][J][t][0], d[I][J][t][1], d[I][J][t][2], d[I][J][t][3])
+                         : reinterpret_cast<const float4*>(kk + KK_REST)[(I * (I - 1) / 2 + J) * 64 + t * 32 + lane];
     const float2 c = *reinterpret_cast<const float2*>(g.cols + 16 * J + 8 * t + 2 * (lane % 4));
     z[t][0] = x.x * c.x * row[0];
     z[t][1] = x.y * c.y * row[0];
@@ -146,17 +149,17 @@ __device__ __forceinline__ void store(T* out, int I, int J, const Rows& x, const
   }
 }
 
-// kk, the gates and SCRATCH floats for this warp in shared memory, out [64, 64] in global memory. Called by a whole
-// warp.
+// kk, the gates and scratch for this warp in shared memory, out [64, 64] in global memory. Called by a whole warp.
 template <typename T>
-__device__ __forceinline__ void invert(const float* kk, const Gates& g, float* diag, T* out) {
+__device__ __forceinline__ void invert(const Products& d, const float* kk, const Gates& g, float* diag, T* out) {
   int lane = threadIdx.x % 32;
   asm volatile("" : "+r"(lane));  // or the addresses below are made once for all heads, and spilled
   float* const off = diag + 3 * BLOCK_STRIDE + 256;
-  // transposed diagonal blocks of L, from the symmetric kk
+  // transposed diagonal blocks of L, from the symmetric kk; all of them before the first is stored, or each waits for the one before
+  float2 l[4][3];
 #pragma unroll
   for (int b = 0; b < 4; ++b) {
-    const float* const z = kk + KK_DIAGONAL + b * 192;
+    const float* const z = kk + b * KK_DIAGONAL;
     const float4 x0 = reinterpret_cast<const float4*>(z)[lane];
     const float2 x1 = reinterpret_cast<const float2*>(z + 128)[lane];
     float2 gc[2], f[2];
@@ -173,13 +176,17 @@ __device__ __forceinline__ void invert(const float* kk, const Gates& g, float* d
       for (int t = h; t < 2; ++t) {  // the rest is never read
         const int c = 8 * t + 2 * (lane % 4);
         const float2 x = h ? x1 : t ? make_float2(x0.z, x0.w) : make_float2(x0.x, x0.y);
-        float2 y;  // column r of L, rows c and c + 1
-        y.x = c > r ? x.x * f[t].x * col_bk * exp2f(gc[t].x - col_gc) : 0.f;
-        y.y = c + 1 > r ? x.y * f[t].y * col_bk * exp2f(gc[t].y - col_gc) : 0.f;
-        *reinterpret_cast<float2*>(diag + b * BLOCK_STRIDE + block_at(r, c)) = y;
+        // column r of L, rows c and c + 1
+        l[b][h + t].x = c > r ? x.x * f[t].x * col_bk * exp2f(gc[t].x - col_gc) : 0.f;
+        l[b][h + t].y = c + 1 > r ? x.y * f[t].y * col_bk * exp2f(gc[t].y - col_gc) : 0.f;
       }
     }
   }
+#pragma unroll
+  for (int b = 0; b < 4; ++b)
+#pragma unroll
+    for (int i = 0; i < 3; ++i)
+      *reinterpret_cast<float2*>(diag + b * BLOCK_STRIDE + block_at(i / 2 * 8 + lane / 4, (i + 1) / 2 * 8 + 2 * (lane % 4))) = l[b][i];
   __syncwarp();
   // columns lane % 8 and lane % 8 + 8 of T_b, b = lane / 8; the latter is zero above its row 8
   {
@@ -215,55 +222,55 @@ __device__ __forceinline__ void invert(const float* kk, const Gates& g, float* d
   for (int r = 0; r < 32; r += 8)  // right of the first two block rows
     *reinterpret_cast<uint4*>(out + (r + lane / 4) * 64 + 32 + lane % 4 * 8) = make_uint4(0, 0, 0, 0);
   // T10 and T32
-#pragma unroll 1
-  for (int b = 0; b < 2; ++b) {
-    store(out, 2 * b, 2 * b, load_rows(diag + 2 * b * BLOCK_STRIDE, lane), zero, lane);
-    float y[2][4] = {}, d[2][4] = {};
-    mma_split(y, left_transposed(diag + 2 * b * BLOCK_STRIDE, lane), right_l(kk, g, 2 * b + 1, 2 * b, lane));
-    mma_split(d, left(diag + (2 * b + 1) * BLOCK_STRIDE, lane), right_of(y));
-    const Rows t = negated(d);
-    store_rows(off + b * 256, t, lane);
-    store(out, 2 * b + 1, 2 * b, t, load_rows(diag + (2 * b + 1) * BLOCK_STRIDE, lane), lane);
+  {
+    Split right[2];
+#pragma unroll
+    for (int b = 0; b < 2; ++b) {
+      float y[2][4] = {};
+      mma_split(y, left_transposed(diag + 2 * b * BLOCK_STRIDE, lane), right_l(d, kk, g, 2 * b + 1, 2 * b, lane));
+      right[b] = right_of(y);
+    }
+    Rows t[2];
+#pragma unroll
+    for (int b = 0; b < 2; ++b) {
+      float y[2][4] = {};
+      mma_split(y, left(diag + (2 * b + 1) * BLOCK_STRIDE, lane), right[b]);
+      t[b] = negated(y);
+    }
+#pragma unroll
+    for (int b = 0; b < 2; ++b) {
+      store_rows(off + b * 256, t[b], lane);
+      store(out, 2 * b, 2 * b, load_rows(diag + 2 * b * BLOCK_STRIDE, lane), zero, lane);
+      store(out, 2 * b + 1, 2 * b, t[b], load_rows(diag + (2 * b + 1) * BLOCK_STRIDE, lane), lane);
+    }
   }
   __syncwarp();
-  // T_BA: y[i][j] = the rows of Y^T, Y = L_BA T_A, that belong to block column i and block row j of Y
-  Split right[2][2];
-  {
-    float y[2][2][2][4] = {};
-    {
-      const Split t10 = left_transposed(off, lane), t1 = left_transposed(diag + BLOCK_STRIDE, lane);
-#pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        const Split l = right_l(kk, g, 2 + j, 1, lane);
-        mma_split(y[0][j], t10, l);
-        mma_split(y[1][j], t1, l);
-      }
-    }
-    const Split t0 = left_transposed(diag, lane);
-#pragma unroll
-    for (int j = 0; j < 2; ++j) {
-      mma_split(y[0][j], t0, right_l(kk, g, 2 + j, 0, lane));
-#pragma unroll
-      for (int i = 0; i < 2; ++i) right[i][j] = right_of(y[i][j]);
-    }
-  }
-  float d[2][2][4] = {};
-  {
-    const Split t2 = left(diag + 2 * BLOCK_STRIDE, lane);
-#pragma unroll
-    for (int i = 0; i < 2; ++i) mma_split(d[i], t2, right[i][0]);
-    store(out, 2, 0, negated(d[0]), negated(d[1]), lane);
-  }
+  // T_BA by block rows j: y[i] = the rows of Y^T, Y = L_BA T_A, that belong to block column i and block row j of Y
   float e[2][2][4] = {};
-  {
-    const Split t32 = left(off + 256, lane);
 #pragma unroll
-    for (int i = 0; i < 2; ++i) mma_split(e[i], t32, right[i][0]);
-  }
-  {
-    const Split t3 = left(diag + 3 * BLOCK_STRIDE, lane);
+  for (int j = 0; j < 2; ++j) {
+    Split right[2];
+    {
+      float y[2][2][4] = {};
+      {
+        const Split l = right_l(d, kk, g, 2 + j, 1, lane);
+        mma_split(y[0], left_transposed(off, lane), l);
+        mma_split(y[1], left_transposed(diag + BLOCK_STRIDE, lane), l);
+      }
+      mma_split(y[0], left_transposed(diag, lane), right_l(d, kk, g, 2 + j, 0, lane));
 #pragma unroll
-    for (int i = 0; i < 2; ++i) mma_split(e[i], t3, right[i][1]);
+      for (int i = 0; i < 2; ++i) right[i] = right_of(y[i]);
+    }
+    if (j == 0) {
+      float x[2][2][4] = {};
+      const Split t2 = left(diag + 2 * BLOCK_STRIDE, lane);
+#pragma unroll
+      for (int i = 0; i < 2; ++i) mma_split(x[i], t2, right[i]);
+      store(out, 2, 0, negated(x[0]), negated(x[1]), lane);
+    }
+    const Split t3 = left(j ? diag + 3 * BLOCK_STRIDE : off + 256, lane);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) mma_split(e[i], t3, right[i]);
   }
   store(out, 3, 0, negated(e[0]), negated(e[1]), lane);
 }
@@ -272,75 +279,129 @@ __device__ __forceinline__ void invert(const float* kk, const Gates& g, float* d
 
 namespace gdr {
 
-// Rows 16 I .. 16 I + 15 and columns 16 s .. 16 s + 15 of a tile [64, 128] as TMA swizzles it, as a left operand; registers
-// 0 and 2, 1 and 3 are the right operands of its transpose.
-__device__ __forceinline__ void load_k(unsigned (&x)[4], unsigned tile, int I, int s) {
-  const int lane = threadIdx.x % 32;
-  const unsigned at = tile + s / 4 * 8192 + (16 * I + lane % 16) * 128 + ((s % 4 * 2 + lane / 16) ^ lane % 8) * 16;
+// 16 rows of 16 columns of K, from 16 I rows behind `at`.
+__device__ __forceinline__ void load_k(unsigned (&x)[4], unsigned at, int I) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
-               : "r"(at)
+               : "r"(at + I * 1024)
                : "memory");
 }
 
-// K K^T, lower blocks, by the GDR_WARPS warps of a block, from the tile of K and into its place. Rows and columns behind the
-// chunk's last token become 0, whatever the tile holds there. To k2 |k|^2; with `normalize` 1 / |k| to rk, and to k2 what that makes of it.
+// To d the share of a slice [64, 32] of K, as TMA swizzles them, in K K^T, lower blocks, by the GDR_WARPS warps of a block. Rows are
+// loaded twice, in the order of registers of a left operand and of two right ones, which would take more instructions to rearrange.
 template <typename T>
-__device__ __forceinline__ void kk(void* tile, float* rk, float* k2, int valid, int normalize, float eps) {
+__device__ __forceinline__ void add_products(Products& d, const void* k, int slice) {
   constexpr int OWN = 4 / GDR_WARPS;  // block rows of a warp
   const int lane = threadIdx.x % 32, warp = GDR_WARPS == 1 ? 0 : threadIdx.x / 32;
-  const unsigned base = static_cast<unsigned>(__cvta_generic_to_shared(tile));
-  float* const kk = reinterpret_cast<float*>(tile);
-  float d[OWN][4][2][4] = {};
+  const unsigned base = static_cast<unsigned>(__cvta_generic_to_shared(k));
+  const unsigned left = base + lane % 16 * 64, right = base + (lane % 8 + lane / 16 * 8) * 64;
 #pragma unroll
-  for (int s = 0; s < 8; ++s) {
-    unsigned x[4][4], row[4];
-    if (GDR_WARPS > 1) load_k(row, base, warp, s);
+  for (int s = 0; s < 2; ++s) {  // of 16 columns
+    unsigned x[OWN][4];
 #pragma unroll
-    for (int J = 0; J < 4; ++J)
-      if (GDR_WARPS == 1 || J <= warp) load_k(x[J], base, J, s);
+    for (int n = 0; n < OWN; ++n) load_k(x[n], left + ((s * 2 + lane / 16) ^ lane / 2 % 4) * 16, slice * 4 + n * GDR_WARPS + warp);
 #pragma unroll
-    for (int n = 0; n < OWN; ++n)
+    for (int J = 0; J < 4; ++J) {
+      if (J > (OWN - 1) * GDR_WARPS + warp) continue;
+      unsigned y[4];
+      load_k(y, right + ((s * 2 + lane / 8 % 2) ^ lane / 2 % 4) * 16, slice * 4 + J);
 #pragma unroll
-      for (int J = 0; J < 4; ++J)
+      for (int n = 0; n < OWN; ++n)
         if (J <= n * GDR_WARPS + warp)
 #pragma unroll
-          for (int t = 0; t < 2; ++t) mma(d[n][J][t], GDR_WARPS == 1 ? x[n] : row, x[J][t], x[J][2 + t], T());
+          for (int t = 0; t < 2; ++t) mma(d[n][J][t], x[n], y[2 * t], y[2 * t + 1], T());
+    }
   }
-  __syncthreads();
+}
+
+// Of an accumulator of a diagonal block, element t of the diagonals that lanes with `on_diagonal` hold: row 8 t + lane / 4.
+__device__ __forceinline__ bool on_diagonal(int lane) { return lane / 8 == lane % 4; }
+__device__ __forceinline__ float diagonal(const float (&d)[2][4], int t, int lane) {
+  return lane / 4 % 2 ? d[t][2 * t + 1] : d[t][2 * t];
+}
+
+// K K^T to kk, but for what stays in d. Rows and columns behind the chunk's last token become 0, whatever the tile held there.
+// To k2 |k|^2, to rk 1; with `normalize` to rk 1 / |k|, and to k2 what that makes of it.
+__device__ __forceinline__ void keep(Products& d, float* kk, float* rk, float* k2, int valid, int normalize, float eps) {
+  const int lane = threadIdx.x % 32, warp = GDR_WARPS == 1 ? 0 : threadIdx.x / 32;
+  if (valid < 64)
 #pragma unroll
-  for (int n = 0; n < OWN; ++n) {
+    for (int n = 0; n < 4 / GDR_WARPS; ++n)
+#pragma unroll
+      for (int J = 0; J < 4; ++J)
+#pragma unroll
+        for (int t = 0; t < 2; ++t)
+#pragma unroll
+          for (int e = 0; e < 4; ++e) {
+            const int row = 16 * (n * GDR_WARPS + warp) + e / 2 * 8 + lane / 4, column = 16 * J + t * 8 + 2 * (lane % 4) + e % 2;
+            if (max(row, column) >= valid) d[n][J][t][e] = 0.f;
+          }
+  float squares[4 / GDR_WARPS][2];
+#pragma unroll
+  for (int n = 0; n < 4 / GDR_WARPS; ++n) {
     const int I = n * GDR_WARPS + warp;
 #pragma unroll
     for (int J = 0; J < 4; ++J) {
       if (J > I) continue;
-      float4 x[2];  // the left and the right 8 columns
-#pragma unroll
-      for (int t = 0; t < 2; ++t) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          const int r = 16 * I + e / 2 * 8 + lane / 4, c = 16 * J + t * 8 + 2 * (lane % 4) + e % 2;
-          if (max(r, c) >= valid) d[n][J][t][e] = 0.f;
-          if (e / 2 == t && r == c) {
-            const float square = d[n][J][t][e];
-            if (normalize) rk[r] = r < valid ? rsqrtf(square + eps) : 0.f;
-            k2[r] = normalize ? square / (square + eps) : square;
-          }
-        }
-        x[t] = make_float4(d[n][J][t][0], d[n][J][t][1], d[n][J][t][2], d[n][J][t][3]);
-      }
+      const float4 left = make_float4(d[n][J][0][0], d[n][J][0][1], d[n][J][0][2], d[n][J][0][3]);
+      const float4 right = make_float4(d[n][J][1][0], d[n][J][1][1], d[n][J][1][2], d[n][J][1][3]);
       if (I > J) {
-        float4* const p = reinterpret_cast<float4*>(kk) + (I * (I - 1) / 2 + J) * 64 + lane;
-        p[0] = x[0];
-        p[32] = x[1];
-      } else {
-        float* const p = kk + KK_DIAGONAL + I * 192;
-        reinterpret_cast<float4*>(p)[lane] = make_float4(x[0].x, x[0].y, x[1].x, x[1].y);
-        reinterpret_cast<float2*>(p + 128)[lane] = make_float2(x[1].z, x[1].w);
+        if (GDR_WARPS == 1) continue;
+        float4* const p = reinterpret_cast<float4*>(kk + KK_REST) + (I * (I - 1) / 2 + J) * 64 + lane;
+        p[0] = left;
+        p[32] = right;
+        continue;
       }
+      float* const p = kk + I * KK_DIAGONAL;
+      reinterpret_cast<float4*>(p)[lane] = make_float4(left.x, left.y, right.x, right.y);
+      reinterpret_cast<float2*>(p + 128)[lane] = make_float2(right.z, right.w);
+#pragma unroll
+      for (int t = 0; t < 2; ++t) squares[n][t] = diagonal(d[n][J], t, lane);
     }
   }
-  __syncthreads();
+  if (!on_diagonal(lane)) return;
+#pragma unroll
+  for (int n = 0; n < 4 / GDR_WARPS; ++n)
+#pragma unroll
+    for (int t = 0; t < 2; ++t) {
+      const int r = 16 * (n * GDR_WARPS + warp) + 8 * t + lane / 4;
+      rk[r] = !normalize ? 1.f : r < valid ? rsqrtf(squares[n][t] + eps) : 0.f;
+      k2[r] = normalize ? squares[n][t] / (squares[n][t] + eps) : squares[n][t];
+    }
+}
+
+// 1 / |q| of a chunk's rows to rq by the warps of a block, 1 without `normalize`. The squares are diagonals of Q Q^T. In what order
+// columns are taken does not matter to a product of Q with itself: a lane loads eight neighbours of a row.
+template <typename T>
+__device__ __forceinline__ void q_factors(const T* q, int stride, float* rq, int valid, int normalize, float eps) {
+  const int lane = threadIdx.x % 32, warp = GDR_WARPS == 1 ? 0 : threadIdx.x / 32;
+  if (!normalize) {
+    if (warp == 0) rq[lane] = rq[lane + 32] = 1.f;
+    return;
+  }
+#pragma unroll
+  for (int n = 0; n < 4 / GDR_WARPS; ++n) {
+    const int r = 16 * (n * GDR_WARPS + warp) + lane / 4;
+    uint4 x[2][4];  // of rows r and r + 8
+#pragma unroll
+    for (int h = 0; h < 2; ++h)
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        x[h][i] = r + 8 * h < valid ? reinterpret_cast<const uint4*>(q + static_cast<long long>(r + 8 * h) * stride)[4 * i + lane % 4]
+                                    : make_uint4(0, 0, 0, 0);
+    float d[2][4] = {};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const unsigned left[2][4] = {{x[0][i].x, x[1][i].x, x[0][i].y, x[1][i].y}, {x[0][i].z, x[1][i].z, x[0][i].w, x[1][i].w}};
+#pragma unroll
+      for (int s = 0; s < 2; ++s)
+#pragma unroll
+        for (int t = 0; t < 2; ++t) mma(d[t], left[s], left[s][t], left[s][2 + t], T());
+    }
+    if (on_diagonal(lane))
+#pragma unroll
+      for (int t = 0; t < 2; ++t) rq[r + 8 * t] = rsqrtf(diagonal(d, t, lane) + eps);
+  }
 }
 
 // Negates the rows of a matrix [64, 64] that the warp wrote whose beta is negative.
@@ -356,19 +417,23 @@ __device__ __forceinline__ void negate_rows(T* out, const float* beta) {
 }  // namespace gdr
 
 // Gates [2, 64] of a value head: gc, beta; [3, 64] of a warp: bk, rows, cols.
-#define GDR_PREPARE(NAME, TYPE)                                                                                      \
-  __device__ __forceinline__ void gdr_kk_##NAME(void* tile, float* rk, float* k2, int valid, int normalize,          \
-                                                float eps) {                                                         \
-    gdr::kk<TYPE>(tile, rk, k2, valid, normalize, eps);                                                              \
-  }                                                                                                                  \
-  __device__ __forceinline__ void gdr_invert_##NAME(void* tile, const float* gc, const float* mine, const float* rk, \
-                                                    float* scratch, void* out) {                                     \
-    const gdr::Gates g = {gc, mine, rk, mine + 64, mine + 128};                                                      \
-    const int warp = threadIdx.x / 32;                                                                               \
-    float* const kk = reinterpret_cast<float*>(tile);                                                                \
-    float* const own = warp ? scratch + (warp - 1) * gdr::SCRATCH : kk + gdr::KK_SIZE;                               \
-    gdr::invert<TYPE>(kk, g, own, reinterpret_cast<TYPE*>(out));                                                     \
-    gdr::negate_rows(reinterpret_cast<TYPE*>(out), gc + 64);                                                         \
+#define GDR_PREPARE(NAME, TYPE)                                                                                          \
+  __device__ __forceinline__ void gdr_products_##NAME(float* d, const void* k, int slice) {                              \
+    gdr::add_products<TYPE>(*reinterpret_cast<gdr::Products*>(d), k, slice);                                             \
+  }                                                                                                                      \
+  __device__ __forceinline__ void gdr_q_factors_##NAME(const void* q, int stride, float* rq, int valid, int normalize,   \
+                                                       float eps) {                                                      \
+    gdr::q_factors(reinterpret_cast<const TYPE*>(q), stride, rq, valid, normalize, eps);                                 \
+  }                                                                                                                      \
+  __device__ __forceinline__ void gdr_invert_##NAME(float* d, const float* kk, const float* gc, const float* mine,       \
+                                                    const float* rk, float* scratch, void* out) {                        \
+    const gdr::Gates g = {gc, mine, rk, mine + 64, mine + 128};                                                          \
+    gdr::invert<TYPE>(*reinterpret_cast<gdr::Products*>(d), kk, g, scratch, reinterpret_cast<TYPE*>(out));               \
+    gdr::negate_rows(reinterpret_cast<TYPE*>(out), gc + 64);                                                             \
   }
 GDR_PREPARE(bfloat16, __nv_bfloat16)
 GDR_PREPARE(float16, __half)
+
+__device__ __forceinline__ void gdr_keep(float* d, float* kk, float* rk, float* k2, int valid, int normalize, float eps) {
+  gdr::keep(*reinterpret_cast<gdr::Products*>(d), kk, rk, k2, valid, normalize, eps);
+}

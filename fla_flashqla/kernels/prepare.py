@@ -39,14 +39,17 @@ HEAD = 128  # K = V
 GATE_X, GATE_U, GATE_O, GATE_PR, GATE_PC, GATE_DECAY, GATE_GC, GATE_B = range(8)
 GATE_ROWS = 8
 CHAIN_ROWS = 6  # the recurrences read
-MIN_BLOCKS = {1: 9, 4: 4}  # an SM, by warps a block: caps registers
+MIN_BLOCKS = {1: 12, 4: 4}  # an SM, by warps a block: caps registers
 LOG2E = 1.4426950408889634
 GATE_FLOOR = -128.0  # exp(-128) is 0 in float32; a finite floor keeps differences of cumulative sums free of inf - inf
 L2NORM_EPS = 1e-6
-SCRATCH = 3 * 264 + 3 * 256  # floats a warp, see prepare.cuh
-STAGED = 4  # value heads whose gates are read together
-GC, BETA = range(2)  # of each of them
+SLICE = 32  # columns of K that are loaded together
+SLICES = HEAD // SLICE
+KK = {1: 4 * 192, 4: 4 * 192 + 6 * 256}  # floats of K K^T in shared memory, see prepare.cuh
+SCRATCH = 3 * 264 + 3 * 256  # floats a warp, likewise
+GC, BETA = range(2)  # of each of the value heads that are read together
 BK, ROWS, COLS = range(3)  # of the one at hand
+RK, K2 = range(2)  # what l2norm multiplies k with, and what it makes of |k|^2; 1 and |k|^2 without
 
 PASS_CONFIGS = {
     tilelang.PassConfigKey.TL_ENABLE_FAST_MATH: True,
@@ -67,8 +70,30 @@ def prepare_kernel(dtype: str, g_dtype: str, beta_dtype: str, warps: int = 4):
     """
     C, D, W = CHUNK, HEAD, warps
     f32 = "float32"
+    sizes = KK[W], W * SCRATCH, W * 2 * C, W * 3 * C, 2 * C  # floats of what takes the place of K
+    slices = max(SLICES, -(-sum(sizes) * 2 // (C * SLICE)))
     source = f"#define GDR_WARPS {W}\n" + device_functions("gates.cuh", "prepare.cuh")
     B, L, H, HV, NSLOT, NCU = (T.dynamic(n) for n in ("B", "L", "H", "HV", "NSLOT", "NCU"))
+
+    @T.macro
+    def read(j, g, beta, A_log, dt_bias, gb, rates, t0, valid, hq, group, raw_g):
+        """Gates and betas of the next W value heads, neighbouring heads of a token together, and what gates are made of."""
+        tx = T.get_thread_binding()
+        ours = j * W + tx % W < group
+        hv = hq * group + j * W + tx % W
+        for e in T.unroll(2):
+            t = (e * W * 32 + tx) // W
+            gb[2 * e] = 0.0
+            gb[2 * e + 1] = 0.0
+            if (t < valid) & ours:
+                gb[2 * e] = g[t0 + t, hv]
+                gb[2 * e + 1] = beta[t0 + t, hv]
+        rates[0] = 0.0
+        rates[1] = 0.0
+        if (raw_g > 0) & ours:
+            rates[0] = A_log[hv]
+            if raw_g > 1:
+                rates[1] = dt_bias[hv]
 
     @T.prim_func
     def gdr_prepare(
@@ -99,19 +124,20 @@ def prepare_kernel(dtype: str, g_dtype: str, beta_dtype: str, warps: int = 4):
         A_log, dt_bias = flat(A_log), flat(dt_bias)
         with T.Kernel(NSLOT * H, threads=W * 32, prelude=source) as bx:
             T.annotate_min_blocks_per_sm(MIN_BLOCKS[W])
-            k_s = T.alloc_shared((C, D), dtype)  # K, then K K^T and the scratch of the first warp
-            scratch_s = T.alloc_shared((max(W - 1, 1), SCRATCH if W > 1 else 4), f32)
-            heads_s = T.alloc_shared((STAGED, 2, C), f32)
-            w_s = T.alloc_shared((W, 3, C), f32)
-            rk_s = T.alloc_shared((C,), f32)
-            k2_s = T.alloc_shared((C,), f32)  # |k|^2, of what l2norm makes of k
-            rq_s = T.alloc_shared((C,), f32)
+            k_s = T.alloc_shared((slices, C, SLICE), dtype)
             T.annotate_layout({k_s: tilelang.layout.make_swizzled_layout(k_s)})
-            q8 = T.alloc_local((8,), dtype)
-            gb = T.alloc_local((16 // W,), f32)
+            rq_s = T.alloc_shared((C,), f32)
+            # in the place of K:
+            kk_s = T.make_tensor(T.address_of(k_s[0, 0, 0]), (sum(sizes),), f32)
+            scratch_s = T.make_tensor(T.address_of(kk_s[sum(sizes[:1])]), (W, SCRATCH), f32)
+            heads_s = T.make_tensor(T.address_of(kk_s[sum(sizes[:2])]), (W, 2, C), f32)
+            w_s = T.make_tensor(T.address_of(kk_s[sum(sizes[:3])]), (W, 3, C), f32)
+            rk_s = T.make_tensor(T.address_of(kk_s[sum(sizes[:4])]), (2, C), f32)
+            kk = T.alloc_local((128 // W,), f32)  # accumulators
+            gb = T.alloc_local((4,), f32)
+            rates = T.alloc_local((2,), f32)
             gl = T.alloc_local((2,), f32)
-            log_rate = T.alloc_var(f32)
-            bias = T.alloc_var(f32)
+            bk = T.alloc_local((2,), f32)
             gate = T.alloc_var(f32)
             shifted = T.alloc_var(f32)
             here = T.alloc_var(f32)
@@ -160,155 +186,139 @@ def prepare_kernel(dtype: str, g_dtype: str, beta_dtype: str, warps: int = 4):
                             o[t0 + row, hq * group + j, e * W * 32 + tx] = 0
             elif valid > 0:
                 if tx < 32:
-                    T.tma_copy(k[t0 : t0 + C, hq, :], k_s, barrier=loaded)
+                    for e in T.unroll(SLICES):
+                        T.tma_copy(
+                            k[t0 : t0 + C, hq, e * SLICE : (e + 1) * SLICE],
+                            k_s[e, :, :],
+                            barrier=loaded,
+                        )
                     T.sync_warp()
                     if tx == 0:
                         T.barrier_arrive(loaded)
-                for j in T.serial(T.ceildiv(group, STAGED)):
-                    for e in T.unroll(8 // W):  # neighbouring value heads of a token together
-                        gb[2 * e] = 0.0
-                        gb[2 * e + 1] = 0.0
-                        if ((e * W * 32 + tx) // STAGED < valid) & (
-                            j * STAGED + tx % STAGED < group
-                        ):
-                            gb[2 * e] = g[
-                                t0 + (e * W * 32 + tx) // STAGED,
-                                hq * group + j * STAGED + tx % STAGED,
-                            ]
-                            gb[2 * e + 1] = beta[
-                                t0 + (e * W * 32 + tx) // STAGED,
-                                hq * group + j * STAGED + tx % STAGED,
-                            ]
-                    if j == 0:
-                        for e in T.unroll(T.ceildiv(C, W * 32)):
-                            if tx < C:
-                                if normalize_k == 0:
-                                    rk_s[e * 32 + tx] = 1.0
-                                if normalize_q == 0:
-                                    rq_s[e * 32 + tx] = 1.0
-                        if normalize_q > 0:  # two threads a row
-                            for p in T.unroll(4 // W):
-                                total = 0.0
-                                for c in T.serial(8):
-                                    if p * W * 16 + tx // 2 < valid:
-                                        for e in T.vectorized(8):
-                                            q8[e] = q[
-                                                t0 + p * W * 16 + tx // 2,
-                                                hq,
-                                                (tx % 2) * 64 + c * 8 + e,
-                                            ]
-                                        for e in T.unroll(8):
-                                            total += T.cast(q8[e], f32) * T.cast(q8[e], f32)
-                                total += T.shfl_xor(total, 1)
-                                if tx % 2 == 0:
-                                    rq_s[p * W * 16 + tx // 2] = T.rsqrt(total + L2NORM_EPS)
-                        T.barrier_wait(loaded, 0)
-                        # with a barrier behind it, for what lies above, too
-                        T.call_extern(
-                            "handle",
-                            "gdr_kk_" + dtype,
-                            T.address_of(k_s[0, 0]),
-                            T.address_of(rk_s[0]),
-                            T.address_of(k2_s[0]),
-                            valid,
-                            normalize_k,
-                            L2NORM_EPS,
-                        )
-                    else:
+                read(0, g, beta, A_log, dt_bias, gb, rates, t0, valid, hq, group, raw_g)
+                T.call_extern(
+                    "handle",
+                    "gdr_q_factors_" + dtype,
+                    T.address_of(q[t0, hq, 0]),
+                    heads * D,
+                    T.address_of(rq_s[0]),
+                    valid,
+                    normalize_q,
+                    L2NORM_EPS,
+                )
+                for e in T.unroll(128 // W):
+                    kk[e] = 0.0
+                T.barrier_wait(loaded, 0)
+                for e in T.unroll(SLICES):
+                    T.call_extern(
+                        "handle",
+                        "gdr_products_" + dtype,
+                        T.address_of(kk[0]),
+                        T.address_of(k_s[0, 0, 0]),
+                        e,
+                    )
+                T.sync_threads()  # K is used up
+                T.call_extern(
+                    "handle",
+                    "gdr_keep",
+                    T.address_of(kk[0]),
+                    T.address_of(kk_s[0]),
+                    T.address_of(rk_s[RK, 0]),
+                    T.address_of(rk_s[K2, 0]),
+                    valid,
+                    normalize_k,
+                    L2NORM_EPS,
+                )
+                for j in T.serial(T.ceildiv(group, W)):
+                    if j > 0:
                         T.sync_threads()  # the gates of the heads before are used up
-                    log_rate = 0.0
-                    bias = 0.0
-                    if (raw_g > 0) & (j * STAGED + tx % STAGED < group):
-                        log_rate = A_log[hq * group + j * STAGED + tx % STAGED]
-                        if raw_g > 1:
-                            bias = dt_bias[hq * group + j * STAGED + tx % STAGED]
-                    for e in T.unroll(8 // W):
-                        if (e * W * 32 + tx) // STAGED < valid:  # rows behind must not decay
+                        read(j, g, beta, A_log, dt_bias, gb, rates, t0, valid, hq, group, raw_g)
+                    for e in T.unroll(2):
+                        if (e * W * 32 + tx) // W < valid:  # rows behind must not decay
                             if raw_g > 0:
                                 gb[2 * e] = T.call_extern(
-                                    f32, "gdr_gate", gb[2 * e] + bias, log_rate
+                                    f32, "gdr_gate", gb[2 * e] + rates[1], rates[0]
                                 )
                             if raw_beta > 0:
                                 gb[2 * e + 1] = raw_beta * T.call_extern(
                                     f32, "gdr_sigmoid", gb[2 * e + 1]
                                 )
-                        heads_s[tx % STAGED, GC, (e * W * 32 + tx) // STAGED] = gb[2 * e]
-                        heads_s[tx % STAGED, BETA, (e * W * 32 + tx) // STAGED] = gb[2 * e + 1]
+                        heads_s[tx % W, GC, (e * W * 32 + tx) // W] = gb[2 * e]
+                        heads_s[tx % W, BETA, (e * W * 32 + tx) // W] = gb[2 * e + 1]
                     T.sync_threads()
 
-                    for own in T.serial(STAGED // W):
-                        at = own * W + warp
-                        if j * STAGED + at < group:
-                            hv = hq * group + j * STAGED + at
-                            total = 0.0
-                            growth = 0.0
-                            T.sync_warp()
-                            for half in T.unroll(2):  # inclusive cumulative sum, in base 2
-                                t = half * 32 + lane
-                                gate = heads_s[at, GC, t]
-                                gate = T.if_then_else(gate < GATE_FLOOR, GATE_FLOOR, gate) * LOG2E
-                                for e in T.unroll(5):
-                                    shifted = T.shfl_up(gate, 1 << e)
-                                    if lane >= (1 << e):
-                                        gate += shifted
-                                gate += total
-                                total = T.shfl_sync(gate, 31)
-                                # end of this 16-token block and of the one before
-                                here = T.shfl_sync(gate, lane // 16 * 16 + 15)
-                                before = T.shfl_sync(gate, 15)
-                                if half == 0:
-                                    middle_gc = total
-                                    before = T.if_then_else(lane < 16, 0.0, before)
-                                else:
-                                    before = T.if_then_else(lane < 16, middle_gc, before)
-                                gl[half] = gate
-                                bk = T.if_then_else(t < valid, heads_s[at, BETA, t] * rk_s[t], 0.0)
-                                factor = T.abs(1.0 - heads_s[at, BETA, t] * k2_s[t])
-                                # a NaN stays one
-                                growth += T.log2(T.if_then_else(factor <= 1.0, 1.0, factor))
-                                heads_s[at, GC, t] = gate
-                                w_s[warp, BK, t] = bk
-                                w_s[warp, ROWS, t] = T.if_then_else(
-                                    t < valid, rk_s[t] * T.exp2(gate - before), 0.0
-                                )
-                                w_s[warp, COLS, t] = bk * T.exp2(here - gate)
+                    if j * W + warp < group:
+                        hv = hq * group + j * W + warp
+                        growth = 0.0
+                        for half in T.unroll(2):
+                            t = half * 32 + lane
+                            gate = heads_s[warp, GC, t]
+                            gl[half] = T.if_then_else(gate < GATE_FLOOR, GATE_FLOOR, gate) * LOG2E
+                            b = heads_s[warp, BETA, t]
+                            bk[half] = T.if_then_else(t < valid, b * rk_s[RK, t], 0.0)
+                            factor = T.abs(1.0 - b * rk_s[K2, t])
+                            # a NaN stays one
+                            growth += T.log2(T.if_then_else(factor <= 1.0, 1.0, factor))
+                        # inclusive cumulative sums of both halves, in base 2, and the sum of growth: side by side, since
+                        # each is a chain of shuffles
+                        for e in T.unroll(5):
                             for half in T.unroll(2):
-                                t = half * 32 + lane
-                                if t < valid:
-                                    gates[slot, hv, GATE_X, t] = T.exp2(gl[half]) * rk_s[t]
-                                    gates[slot, hv, GATE_U, t] = T.exp2(total - gl[half]) * T.abs(
-                                        w_s[warp, BK, t]
-                                    )
-                                    gates[slot, hv, GATE_O, t] = T.exp2(gl[half]) * rq_s[t] * scale
-                                    gates[slot, hv, GATE_PR, t] = gl[half] + T.log2(rq_s[t])
-                                    gates[slot, hv, GATE_PC, t] = gl[half] - T.log2(
-                                        scale * T.abs(w_s[warp, BK, t])
-                                    )
-                                    if backward > 0:
-                                        gates[slot, hv, GATE_GC, t] = gl[half] - T.log2(rk_s[t])
-                                        gates[slot, hv, GATE_B, t] = heads_s[at, BETA, t]
-                                else:
-                                    for e in T.unroll(GATE_ROWS):
-                                        if (e != GATE_DECAY) & ((e < CHAIN_ROWS) | (backward > 0)):
-                                            gates[slot, hv, e, t] = 0.0
-                            for e in T.unroll(5):
-                                growth += T.shfl_xor(growth, 1 << e)
-                            if lane < 3:
-                                gates[slot, hv, GATE_DECAY, lane] = T.if_then_else(
-                                    lane == 0,
-                                    T.exp2(total),
-                                    total + T.if_then_else(lane == 1, 0.0, growth),
-                                )
-                            T.sync_warp()
-                            T.call_extern(
-                                "handle",
-                                "gdr_invert_" + dtype,
-                                T.address_of(k_s[0, 0]),
-                                T.address_of(heads_s[at, GC, 0]),
-                                T.address_of(w_s[warp, 0, 0]),
-                                T.address_of(rk_s[0]),
-                                T.address_of(scratch_s[0, 0]),
-                                T.address_of(r[slot, hv, 0, 0]),
+                                shifted = T.shfl_up(gl[half], 1 << e)
+                                if lane >= (1 << e):
+                                    gl[half] += shifted
+                            growth += T.shfl_xor(growth, 1 << e)
+                        middle_gc = T.shfl_sync(gl[0], 31)
+                        gl[1] += middle_gc
+                        total = T.shfl_sync(gl[1], 31)
+                        for half in T.unroll(2):
+                            t = half * 32 + lane
+                            # end of this 16-token block and of the one before
+                            here = T.shfl_sync(gl[half], lane // 16 * 16 + 15)
+                            before = T.shfl_sync(gl[half], 15)
+                            if lane < 16:
+                                before = T.if_then_else(half == 0, 0.0, middle_gc)
+                            heads_s[warp, GC, t] = gl[half]
+                            w_s[warp, BK, t] = bk[half]
+                            w_s[warp, ROWS, t] = T.if_then_else(
+                                t < valid, rk_s[RK, t] * T.exp2(gl[half] - before), 0.0
                             )
+                            w_s[warp, COLS, t] = bk[half] * T.exp2(here - gl[half])
+                        for half in T.unroll(2):
+                            t = half * 32 + lane
+                            if t < valid:
+                                gates[slot, hv, GATE_X, t] = T.exp2(gl[half]) * rk_s[RK, t]
+                                gates[slot, hv, GATE_U, t] = T.exp2(total - gl[half]) * T.abs(
+                                    bk[half]
+                                )
+                                gates[slot, hv, GATE_O, t] = T.exp2(gl[half]) * rq_s[t] * scale
+                                gates[slot, hv, GATE_PR, t] = gl[half] + T.log2(rq_s[t])
+                                gates[slot, hv, GATE_PC, t] = gl[half] - T.log2(
+                                    scale * T.abs(bk[half])
+                                )
+                                if backward > 0:
+                                    gates[slot, hv, GATE_GC, t] = gl[half] - T.log2(rk_s[RK, t])
+                                    gates[slot, hv, GATE_B, t] = heads_s[warp, BETA, t]
+                            else:
+                                for e in T.unroll(GATE_ROWS):
+                                    if (e != GATE_DECAY) & ((e < CHAIN_ROWS) | (backward > 0)):
+                                        gates[slot, hv, e, t] = 0.0
+                        if lane < 3:
+                            gates[slot, hv, GATE_DECAY, lane] = T.if_then_else(
+                                lane == 0,
+                                T.exp2(total),
+                                total + T.if_then_else(lane == 1, 0.0, growth),
+                            )
+                        T.sync_warp()
+                        T.call_extern(
+                            "handle",
+                            "gdr_invert_" + dtype,
+                            T.address_of(kk[0]),
+                            T.address_of(kk_s[0]),
+                            T.address_of(heads_s[warp, GC, 0]),
+                            T.address_of(w_s[warp, 0, 0]),
+                            T.address_of(rk_s[RK, 0]),
+                            T.address_of(scratch_s[warp, 0]),
+                            T.address_of(r[slot, hv, 0, 0]),
+                        )
 
     return gdr_prepare

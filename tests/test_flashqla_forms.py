@@ -58,9 +58,9 @@ KERNELS = (
 # Bytes at most, loads and stores: accumulators are as large as those of wgmma, and right operands take registers, too.
 SPILLED_BYTES = {
     "sm_90a": {"forward": 32, "reverse": 520, "reverse_segments": 64, "gradients": 1400},
-    "sm_100a": {"reverse": 480, "gradients": 960, "prepare": 192},
-    "sm_103a": {"forward": 64, "reverse": 256, "gradients": 960, "prepare": 192},
-    "sm_120a": {"gradients": 960, "prepare": 192},
+    "sm_100a": {"reverse": 480, "gradients": 960},
+    "sm_103a": {"forward": 64, "reverse": 256, "gradients": 960},
+    "sm_120a": {"gradients": 960, "prepare": 16},
 }
 # A thread, at launch: what a block of 512, of 384 and of fewer can have; `prepare.py` has several blocks on an SM
 REGISTERS = {

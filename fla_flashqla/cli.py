@@ -41,6 +41,7 @@ arguments, 130 if interrupted; the rows so far are printed then.
 """
 _DTYPES = cases.DTYPES
 _GATE_DTYPES = ("float32", *_DTYPES)
+_TARGETS = ("sm_90a", "sm_100a", "sm_103a")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -77,6 +78,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     warmup.add_argument(
         "--forward-only", action="store_true", help="leave out the backward pass, for inference"
     )
+    warmup.add_argument(
+        "--arch", choices=_TARGETS, help="(default: that of the GPU here, or sm_90a)"
+    )
     gain = "my heads, my lengths: what do I gain?"
     bench = command("bench", _bench, gain, _BENCH, _BENCH_EXIT)
     add, words = bench.add_argument, cases.words
@@ -112,7 +116,8 @@ def _warmup(arguments: argparse.Namespace) -> int:
     from fla_flashqla import warmup
 
     dtypes = arguments.dtype, arguments.g_dtype, arguments.beta_dtype
-    wanted = warmup.plans(*dtypes, gradients=not arguments.forward_only)
+    target = arguments.arch or warmup.visible()
+    wanted = warmup.plans(*dtypes, gradients=not arguments.forward_only, target=target)
     total = sum(len(warmup.steps(plan)) for plan in wanted)
     with tqdm(total=total, desc="compiling", unit="step", file=sys.stderr) as bar:
 
@@ -127,7 +132,7 @@ def _warmup(arguments: argparse.Namespace) -> int:
         for row in record["plans"]:
             said = f"{row['seconds']} s" if "seconds" in row else f"FAIL  {row['error']}"
             print(f"  {row['dtype']:<9} g {row['g_dtype']:<9} beta {row['beta_dtype']:<9} {said}")
-        print(f"compiled kernels are in {record['cache']}")
+        print(f"kernels compiled for {target} are in {record['cache']}")
     return 0 if record["ok"] else 1
 
 

@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any
 
-from fla_flashqla import chunk, env, kernels, segments
-from fla_flashqla.arch import ARCHS
+import torch
+
+from fla_flashqla import arch, chunk, env, kernels, segments
 from fla_flashqla.plan import Plan
 
 
@@ -21,11 +22,24 @@ def plans(
     g_dtypes: Iterable[str],
     beta_dtypes: Iterable[str],
     gradients: bool = True,
+    target: str = "sm_90a",
 ) -> list[Plan]:
-    """One plan for each combination of dtypes, with or without a backward: nothing else selects what is compiled."""
+    """One plan for each combination of dtypes, with or without a backward: nothing else selects what is compiled for a target."""
     combinations = itertools.product(dtypes, g_dtypes, beta_dtypes)
-    name = ARCHS[9, 0].in_form(env.form()).name
+    name = targets()[target].in_form(env.form()).name
     return [Plan(name, *c, gradients=gradients) for c in combinations]
+
+
+def targets() -> dict[str, arch.Arch]:
+    """The architectures that calls are taken on, as nvcc calls them."""
+    return {row.target: row for row in arch.ARCHS.values() if row.supported}
+
+
+def visible() -> str:
+    """The target of the first GPU that calls are taken on, Hopper's where there is none."""
+    devices = (torch.device("cuda", index) for index in range(torch.cuda.device_count()))
+    found = (row.target for row in map(arch.row, devices) if row is not None)
+    return next(found, "sm_90a")
 
 
 def steps(plan: Plan) -> dict[str, Callable[[Plan], Any]]:

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from fla_flashqla import chunk, cli, segments, warmup
+from fla_flashqla import arch, chunk, cli, segments, warmup
 from fla_flashqla.plan import Plan
 
 
@@ -51,7 +52,19 @@ def test_flashqla_warmup_plans() -> None:
     assert len({p.compiled for p in made}) == len(made) == 4
     assert all(p.steps == ("forward", "backward") for p in made)
     made = warmup.plans(("bfloat16",), ("float32",), ("float32",), gradients=False)
-    assert [p.steps for p in made] == [("forward",)]
+    assert [(p.arch, p.steps) for p in made] == [("sm90", ("forward",))]
+    made = warmup.plans(("bfloat16",), ("float32",), ("float32",), target="sm_100a")
+    assert [p.arch for p in made] == ["sm100"]
+
+
+def test_flashqla_warmup_targets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the command line are those that calls are taken on; what is here comes first."""
+    assert (*warmup.targets(),) == cli._TARGETS
+    for sms, target in {(): "sm_90a", ((8, 0), (10, 3)): "sm_103a", ((12, 0),): "sm_90a"}.items():
+        facts = [arch.DeviceFacts("cuda", i, sm, False) for i, sm in enumerate(sms)]
+        monkeypatch.setattr(torch.cuda, "device_count", lambda facts=facts: len(facts))
+        monkeypatch.setattr(arch, "device_facts", lambda device, facts=facts: facts[device.index])
+        assert warmup.visible() == target
 
 
 @pytest.mark.parametrize("arguments", [[], ["--forward-only"]])

@@ -3,15 +3,18 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from fla_flashqla import autograd, chunk, testing
+from fla_flashqla import arch, autograd, chunk, segments, testing
 from fla_flashqla.plan import Plan
 
 INPUTS = (*testing.DIFFERENTIABLE, *testing.PARAMETERS)
+FEW = 4  # multiprocessors, so that a block of `gradients.py` takes several chunks of these small calls
 # Every form of the kernels of a step, as `plan.py` selects them.
 FORMS: dict[str, tuple[dict[str, Any], ...]] = {
     "forward": ({"warps": 1}, {"splits": 2, "longest_first": True}),
@@ -22,6 +25,28 @@ FORMS: dict[str, tuple[dict[str, Any], ...]] = {
         {"backward_segment": 64, "backward_splits": 2, "exact": True},
     ),
 }
+
+
+def build(step: str, plan: Plan) -> None:
+    """Compile, or read, what `compare` launches; raises what a compiler does."""
+    builders = {
+        "forward": chunk.build,
+        "segments": segments.build,
+        "backward": chunk.build_backward,
+        "backward_segments": segments.build_backward,
+    }
+    before = ("forward", "backward") if step.startswith("backward") else ("forward",)
+    for name in dict.fromkeys((*before, step)):
+        builders[name](plan)
+
+
+@contextlib.contextmanager
+def _few_multiprocessors(device: torch.device) -> Iterator[None]:
+    arch._FACTS[device] = arch.device_facts(device)._replace(sms=FEW)
+    try:
+        yield
+    finally:
+        del arch._FACTS[device]  # looked up again
 
 
 def compare(step: str, plan: Plan, device: torch.device) -> tuple[bool, str]:
@@ -51,7 +76,10 @@ def compare(step: str, plan: Plan, device: torch.device) -> tuple[bool, str]:
         want: dict[str, Any] = testing.oracle_gradients(inputs, *given) if plan.gradients else {}
         want["o"], want["final_state"] = testing.oracle(inputs)
         for form in FORMS[step]:
-            for name, x in _answers(replace(plan, **form), inputs, given, device).items():
+            few = form.get("states_whole", False)  # in one form of all is enough
+            with _few_multiprocessors(device) if few else contextlib.nullcontext():
+                answers = _answers(replace(plan, **form), inputs, given, device)
+            for name, x in answers.items():
                 error, bound = _error(x, want[name]), testing.BOUNDS[plan.dtype]
                 if name in INPUTS:
                     bound = testing.gradient_bound(name, x, plan.dtype)

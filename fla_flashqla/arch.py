@@ -32,7 +32,7 @@ class Arch:
         return f"sm_{self.sm[0]}{self.sm[1]}a"
 
     def in_form(self, form: str) -> Arch:
-        """The same with products in `form`, "" being its own: in another nothing of ours ran yet."""
+        """The same with products in `form`, "" being its own: in another ours ran in tests alone."""
         if form in ("", self.form):
             return self
         status = "run on hardware in tests alone"
@@ -99,8 +99,7 @@ def row(device: torch.device) -> Arch | None:
 
 def proven(name: str) -> bool:
     """Whether our kernels ran on a GPU of the row that plans name, in the form that the name says."""
-    name, _, form = name.partition("-")
-    return all(row.in_form(form).proven for row in ARCHS.values() if row.name == name)
+    return named(name).proven
 
 
 class Identity(NamedTuple):

@@ -153,9 +153,8 @@ def _untried(gpu: Record, versions: dict[str, str | None]) -> Iterator[str]:
     elif not gpu["proven"]:
         yield f"our kernels: {gpu['status']}; {env.SELF_CHECK.name}=off trusts them"
     prefer = env.prefer()
-    if versions["flash-qla"] and (
-        prefer == "flash_qla" or (prefer, gpu["measured"]) == ("auto", False)
-    ):
+    preferred = prefer == "flash_qla" or (prefer, gpu["measured"]) == ("auto", False)
+    if versions["flash-qla"] and preferred and not env.strict():
         yield "flash_qla answers the calls that it takes; what follows is about ours, as with FLA_FLASH_QLA_PREFER=ours"
 
 

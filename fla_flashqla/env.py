@@ -29,7 +29,7 @@ SEGMENTS = Variable(
 FORM = Variable(
     "FLA_FLASH_QLA_FORM",
     "auto",
-    "For tests: mma makes all products by mma.sync, as on architectures of which we use nothing else; auto by what is fastest. Read once per GPU.",
+    "For tests: mma makes all products by mma.sync, as on architectures of which we use nothing else; auto takes the architecture's own form. Read once per GPU.",
 )
 SELF_CHECK = Variable(
     "FLA_FLASH_QLA_SELFCHECK",

@@ -30,6 +30,7 @@ from fla_flashqla.plan import Plan
 from fla_flashqla.report import logger
 
 LIMIT_S = 300  # most of it for compilers: where TileLang keeps nothing, the child compiles again
+BUILT = "kernels are built"  # what the child says before it launches any
 FOLDER = "fla_flashqla-selfcheck"
 # What a kernel does to its process; other signals come from elsewhere.
 _FAULTS = {signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE}
@@ -96,7 +97,8 @@ def _outcome(
         with first(file.stem):
             known = _read(file, facts)
             if known is None:
-                logger.info("checking %s on %s first", plan.path(step), gpu.name)
+                text = "checking %s on %s before its first use, which takes a while"
+                logger.warning(text, plan.path(step), gpu.name)
                 outcome = _child(step, plan, gpu)
                 kept = outcome.lasting and _write(file, facts, outcome)
                 return outcome, file if kept else None
@@ -179,6 +181,8 @@ def _command(*args: str) -> list[str]:
 def _child(step: str, plan: Plan, gpu: arch.Identity) -> Outcome:
     """Run the check in a process of its own."""
     start = time.perf_counter()
+    # Kernels are built side by side here, with no limit but a compiler's own; the child reads them.
+    agreement.build(step, plan)
     # Files, since a pipe could be held open; a session, so that no compiler outlives the child.
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         child = subprocess.Popen(
@@ -197,26 +201,30 @@ def _child(step: str, plan: Plan, gpu: arch.Identity) -> Outcome:
                 os.killpg(child.pid, signal.SIGKILL)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 child.wait(10)  # a driver that hangs does not let it go
-        outcome = _judged(code, _last_line(out), _last_line(err))
+        outcome = _judged(code, _lines(out), _lines(err)[-1])
     return outcome._replace(seconds=time.perf_counter() - start)
 
 
-def _last_line(file: IO[bytes]) -> str:
+def _lines(file: IO[bytes]) -> list[str]:
     file.seek(0)
-    return (file.read().decode(errors="replace").strip().splitlines() or [""])[-1]
+    return file.read().decode(errors="replace").strip().splitlines() or [""]
 
 
-def _judged(code: int | None, said: str, complaint: str) -> Outcome:
-    """What the end of the child means: its exit code, `None` if it did not end, and the last lines that it wrote."""
+def _judged(code: int | None, said: list[str], complaint: str) -> Outcome:
+    """What the end of the child means: its exit code, `None` if it did not end, what it said and the last line of its errors.
+
+    What happens before it launches a kernel says nothing about kernels.
+    """
+    launched = BUILT in said
     if code is None:
-        return Outcome(False, f"no answer within {LIMIT_S} s")
+        return Outcome(False, f"no answer within {LIMIT_S} s", lasting=launched)
     with contextlib.suppress(Exception):
-        found = json.loads(said)
+        found = json.loads(said[-1])
         outcome = Outcome(found["agrees"], found["detail"], found["lasting"])
         if code == 0 and (type(outcome.agrees), type(outcome.detail)) == (bool, str):
             return outcome
     how = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
-    return Outcome(False, f"{how}; {complaint}".strip("; "), lasting=-code in _FAULTS)
+    return Outcome(False, f"{how}; {complaint}".strip("; "), launched and -code in _FAULTS)
 
 
 def main(step: str, compiled: str, gpu: str, limit_s: str) -> None:
@@ -226,13 +234,16 @@ def main(step: str, compiled: str, gpu: str, limit_s: str) -> None:
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print
     torch.set_num_threads(1)  # the problem is small, and others start on these cores
-    device = None
+    launched = False
     try:
-        device = _device(arch.Identity(*json.loads(gpu)))
-        outcome = Outcome(*agreement.compare(step, Plan(*json.loads(compiled)), device))
+        device, plan = _device(arch.Identity(*json.loads(gpu))), Plan(*json.loads(compiled))
+        agreement.build(step, plan)
+        print(BUILT, file=out, flush=True)
+        launched = True
+        outcome = Outcome(*agreement.compare(step, plan, device))
     except Exception as error:
-        about_kernels = device is not None and not isinstance(error, torch.OutOfMemoryError)
-        outcome = Outcome(False, _summary(error), about_kernels)
+        full = isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error).lower()
+        outcome = Outcome(False, _summary(error), lasting=launched and not full)
     print(json.dumps(outcome._asdict()), file=out, flush=True)
 
 

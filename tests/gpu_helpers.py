@@ -17,7 +17,8 @@ from fla_flashqla.testing import BOUNDS, make_output_gradients, oracle, relative
 # Empty sequences first, last, beside each other; tails of every kind.
 LENS = (0, 1, 63, 0, 0, 64, 65, 127, 128, 300, 0)
 DEVICE = "cuda"
-ARCH = arch.ARCHS[9, 0].in_form(env.form()).name  # as reports call it
+_ROW = arch.row(torch.device("cuda", 0)) if torch.cuda.is_available() else None
+ARCH = (_ROW or arch.ARCHS[9, 0]).in_form(env.form()).name  # as reports call it
 FLA_FACTOR = 1.5  # our error may be so much larger than that of FLA's Triton forward
 ROWS = ("q", "k", "v", "g", "beta")
 LAYER = {"raw_g": "bias", "raw_beta": 2, "l2norm": True, "state_v_first": True}  # of FLA

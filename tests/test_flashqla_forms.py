@@ -14,6 +14,7 @@ from test_flashqla_compile import report
 from test_flashqla_plan import BASE
 
 from fla_flashqla import arch, env
+from fla_flashqla import check as command
 from fla_flashqla.arch import ARCHS, MMA, WGMMA, Arch
 from fla_flashqla.call import Call
 from fla_flashqla.plan import plan
@@ -31,12 +32,23 @@ def test_flashqla_forms_of_architectures() -> None:
     assert portable.in_form(MMA) is portable
 
 
+def test_flashqla_forms_are_said_to_be_untried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the same words by README and by `check`."""
+    assert arch.UNTRIED == "compiled and run in its portable form on Hopper; never run on Blackwell"
+    readme = (Path(__file__).parent.parent / "README.md").read_text()
+    assert arch.UNTRIED in " ".join(readme.split())
+    monkeypatch.delenv("FLA_FLASH_QLA_SELFCHECK", raising=False)
+    gpu = {"supported": True, "proven": False, "measured": False, "status": ARCHS[10, 0].status}
+    (said,) = command._untried(gpu, {"flash-qla": None})
+    assert arch.UNTRIED in said
+
+
 @pytest.mark.parametrize("sm", [(10, 0), (10, 3)])
 def test_flashqla_forms_are_planned_for_blackwell(sm: tuple[int, int]) -> None:
     """As on Hopper, with kernels of its own, which nobody has seen run there."""
     own, made = (plan(Call(**BASE)._replace(sm=x)) for x in ((9, 0), sm))
     assert made == replace(own, arch=f"sm{sm[0]}{sm[1]}") and not arch.proven(made.arch)
-    assert "never run on Blackwell" in ARCHS[sm].status and not ARCHS[sm].measured
+    assert ARCHS[sm].status == arch.UNTRIED and not ARCHS[sm].measured
 
 
 def test_flashqla_forms_by_variable(monkeypatch: pytest.MonkeyPatch) -> None:

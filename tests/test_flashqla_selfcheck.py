@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import gpu_helpers
 import kernel_models
 import pytest
 import torch
@@ -44,6 +45,10 @@ class Children:
 
     def says(self, line: str) -> None:
         self.does(f"print({line!r})")
+
+    def hangs(self, behind: str) -> None:
+        self.does(f"import time; print({behind!r}, flush=True); time.sleep(60)")
+        self.command[3] = self.command[3].partition(";")[2]  # not counted
 
     def drive(self, kind: str) -> None:
         self.command = [sys.executable, DRIVER, kind]
@@ -196,9 +201,10 @@ def test_flashqla_selfcheck_refuses_a_broken_kernel(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """In other processes, too, until its file is deleted, which the reason names."""
-    if kind == "hanging":
-        monkeypatch.setattr(selfcheck, "LIMIT_S", 3)
     children.drive(kind)
+    if kind == "hanging":  # after its start, which takes a while
+        monkeypatch.setattr(selfcheck, "LIMIT_S", 3)
+        children.hangs(selfcheck.BUILT)
     refused = decided()
     assert refused is not None
     assert refused.startswith(f"the self-check of forward new bfloat16 {reason}")
@@ -219,6 +225,7 @@ def test_flashqla_selfcheck_without_its_gpu(
     pytest.importorskip("tilelang")
     monkeypatch.setenv("TILELANG_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(arch, "identity", lambda index: GPU)
+    monkeypatch.setattr(agreement, "build", lambda *_: None)  # which the child does not come to
     monkeypatch.setattr(selfcheck, "_found", {})
     monkeypatch.setenv("FLA_FLASH_QLA_SELFCHECK", "force")
     refused = selfcheck.refusal("forward", PLAN, 0)
@@ -227,6 +234,41 @@ def test_flashqla_selfcheck_without_its_gpu(
         "RuntimeError: no A new GPU with UUID GPU-0 is visible"
     )
     assert kept(tmp_path) == []
+
+
+def test_flashqla_selfcheck_that_has_launched_nothing(
+    children: Children, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A compiler that hangs or crashes says nothing of the kernels."""
+    monkeypatch.setattr(selfcheck, "LIMIT_S", 1)
+    children.hangs("importing")
+    refused = decided()
+    assert refused is not None and "could not be made: no answer within 1 s" in refused
+    assert kept(tmp_path) == []
+    for said, lasting in (([selfcheck.BUILT, "{"], True), (["{"], False)):
+        for code in (-6, -11):
+            assert selfcheck._judged(code, said, "").lasting is lasting
+        assert not selfcheck._judged(-9, said, "").lasting
+
+
+@pytest.mark.parametrize("error", ["no nvcc", "CUDA_ERROR_OUT_OF_MEMORY: out of memory"])
+def test_flashqla_selfcheck_errors_that_are_not_the_kernels(
+    error: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The first while compilers run, the second while the driver loads what they made."""
+
+    def fails(*_: Any) -> None:
+        raise RuntimeError(error)
+
+    monkeypatch.setattr(selfcheck, "_device", lambda gpu: torch.device("cpu"))
+    monkeypatch.setattr(agreement, "build", fails if error == "no nvcc" else lambda *_: None)
+    monkeypatch.setattr(agreement, "compare", fails)
+    for name in ("alarm", "setrlimit", "dup2"):
+        owner = {"alarm": selfcheck.signal, "setrlimit": selfcheck.resource}.get(name, os)
+        monkeypatch.setattr(owner, name, lambda *_: None)
+    selfcheck.main("forward", json.dumps(PLAN.compiled), json.dumps(GPU), "9")
+    told = json.loads(capfd.readouterr().out.splitlines()[-1])
+    assert not told["agrees"] and not told["lasting"] and error in told["detail"]
 
 
 @pytest.mark.parametrize(
@@ -272,9 +314,7 @@ def test_flashqla_selfcheck_on_gpu(
     monkeypatch.setattr(selfcheck, "FOLDER", str(tmp_path))
     monkeypatch.setattr(selfcheck, "_found", {})
     monkeypatch.setenv("FLA_FLASH_QLA_SELFCHECK", "force")
-    plan = Plan("sm90", dtype, "float32", "float32")
-    for name in agreement.FORMS:  # which the child only reads
-        assert not api._build(name, plan).refused
+    plan = Plan(gpu_helpers.ARCH, dtype, "float32", "float32")
     assert selfcheck.refusal(step, plan, 0) is None
     print(fla_flashqla.dispatch_report()["self_check"])
     assert len([*tmp_path.iterdir()]) == 1

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The states that segments start from, and the gradients of those that they end with (SM90).
+"""The states that segments start from, and the gradients of those that they end with.
 
 One block per (direction, sequence, value head, 16 rows of S^T), which takes the segments in order, or from the last to the first:
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Forward recurrence over the chunks of one sequence and value head, state in registers (SM90).
+"""Forward recurrence over the chunks of one sequence and value head, state in registers.
 
 One block per (value head, sequence). With the chunk quantities of `prepare.py` (R; e = exp(gc) and the l2norm factors
 are folded into the gate vectors) it runs, per chunk of C = 64 tokens and in transposed form so that every chained product takes

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Gradients of q, k, g and beta from the states of both chains, all chunks side by side (SM90).
+"""Gradients of q, k, g and beta from the states of both chains, all chunks side by side.
 
 The work is cut into items, one per (chunk, q/k head). A block takes every `blocks`-th of them, so that loads of the next run under the
 products of the last, and goes through the value heads of each. Per chunk of C = 64 tokens and value head, with S the state at its start,

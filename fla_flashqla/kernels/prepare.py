@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""State-independent part of the forward pass, all chunks side by side (SM90).
+"""State-independent part of the forward pass, all chunks side by side.
 
 One block per (chunk, q/k head); it computes K K^T once, then each warp serves one value head of the group at a time. Per chunk
 of C = 64 tokens and value head, with gc the inclusive cumulative sum of g inside the chunk and rk, rq the l2norm factors (1

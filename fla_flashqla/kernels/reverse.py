@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Reverse recurrence over the chunks of one sequence and value head, gradient of the state in registers (SM90).
+"""Reverse recurrence over the chunks of one sequence and value head, gradient of the state in registers.
 
 One block per value head and sequence, or segment of one (`segments.py`), or per half of one, from the last chunk to the first.
 With the chunk quantities of `prepare.py` (R and the gate vectors), per chunk of C = 64 tokens and in transposed form, as `forward.py`:

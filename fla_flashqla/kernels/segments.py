@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Maps of the segments of long sequences, all segments side by side (SM90).
+"""Maps of the segments of long sequences, all segments side by side.
 
 Sequences are cut into segments (slots: `gdr_segment` in `chain.cuh`). What a segment makes of the state that enters it is affine,
 and rows of S^T are independent of each other:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Forward recurrence once more, for the backward pass: the state at the start of every chunk, and Y (SM90).
+"""Forward recurrence once more, for the backward pass: the state at the start of every chunk, and Y.
 
 One block per value head and sequence, or segment of one (`segments.py`), or per half of one. With the chunk quantities of
 `prepare.py` (R and the gate vectors), per chunk of C = 64 tokens, as `forward.py` but without o:

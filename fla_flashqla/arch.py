@@ -99,7 +99,8 @@ def row(device: torch.device) -> Arch | None:
 
 def proven(name: str) -> bool:
     """Whether our kernels ran on a GPU of the row that plans name, in the form that the name says."""
-    return named(name).proven
+    name, _, form = name.partition("-")
+    return all(row.in_form(form).proven for row in ARCHS.values() if row.name == name)
 
 
 class Identity(NamedTuple):

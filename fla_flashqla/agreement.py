@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from fla_flashqla import arch, autograd, chunk, segments, testing
+from fla_flashqla import arch, autograd, chunk, testing, warmup
 from fla_flashqla.plan import Plan
 
 INPUTS = (*testing.DIFFERENTIABLE, *testing.PARAMETERS)
@@ -29,15 +29,11 @@ FORMS: dict[str, tuple[dict[str, Any], ...]] = {
 
 def build(step: str, plan: Plan) -> None:
     """Compile, or read, what `compare` launches; raises what a compiler does."""
-    builders = {
-        "forward": chunk.build,
-        "segments": segments.build,
-        "backward": chunk.build_backward,
-        "backward_segments": segments.build_backward,
-    }
-    before = ("forward", "backward") if step.startswith("backward") else ("forward",)
-    for name in dict.fromkeys((*before, step)):
-        builders[name](plan)
+    gradients = step.startswith("backward")
+    wanted = {"forward", "backward" if gradients else "forward", step}
+    for name, make in warmup.steps(replace(plan, gradients=gradients)).items():
+        if name in wanted:
+            make(plan)
 
 
 @contextlib.contextmanager

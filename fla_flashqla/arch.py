@@ -98,7 +98,7 @@ def row(device: torch.device) -> Arch | None:
 
 
 def proven(name: str) -> bool:
-    """Whether our kernels ran on a GPU of the row that plans name, in the form that the name says."""
+    """Whether our kernels ran on a GPU of the row that plans name, in the form that the name says; no row, nothing to check."""
     name, _, form = name.partition("-")
     return all(row.in_form(form).proven for row in ARCHS.values() if row.name == name)
 

@@ -13,7 +13,6 @@ import importlib.metadata
 import json
 import logging
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -25,7 +24,7 @@ from typing import IO, NamedTuple
 
 import torch
 
-from fla_flashqla import __version__, agreement, arch, env, report
+from fla_flashqla import __version__, arch, env, report
 from fla_flashqla.plan import Plan
 from fla_flashqla.report import logger
 
@@ -33,7 +32,7 @@ LIMIT_S = 300  # most of it for compilers: where TileLang keeps nothing, the chi
 BUILT = "kernels are built"  # what the child says before it launches any
 FOLDER = "fla_flashqla-selfcheck"
 # What a kernel does to its process; other signals come from elsewhere.
-_FAULTS = {signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE}
+_FAULTS = ("SIGABRT", "SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE")
 
 Facts = dict[str, str]
 
@@ -180,6 +179,8 @@ def _command(*args: str) -> list[str]:
 
 def _child(step: str, plan: Plan, gpu: arch.Identity) -> Outcome:
     """Run the check in a process of its own."""
+    from fla_flashqla import agreement  # nobody else needs it
+
     start = time.perf_counter()
     # Kernels are built side by side here, with no limit but a compiler's own; the child reads them.
     agreement.build(step, plan)
@@ -224,11 +225,16 @@ def _judged(code: int | None, said: list[str], complaint: str) -> Outcome:
         if code == 0 and (type(outcome.agrees), type(outcome.detail)) == (bool, str):
             return outcome
     how = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
-    return Outcome(False, f"{how}; {complaint}".strip("; "), launched and -code in _FAULTS)
+    fault = any(-code == getattr(signal, name, None) for name in _FAULTS)
+    return Outcome(False, f"{how}; {complaint}".strip("; "), lasting=launched and fault)
 
 
 def main(step: str, compiled: str, gpu: str, limit_s: str) -> None:
     """In the child: check, and write the outcome as one line of JSON."""
+    import resource
+
+    from fla_flashqla import agreement
+
     signal.alarm(int(limit_s) + 30)  # whoever waits for us may have died
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a crash shall leave nothing behind
     out = os.fdopen(os.dup(1), "w")

@@ -6,6 +6,8 @@ from __future__ import annotations
 import json
 import logging
 import os
+import resource
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -264,7 +266,7 @@ def test_flashqla_selfcheck_errors_that_are_not_the_kernels(
     monkeypatch.setattr(agreement, "build", fails if error == "no nvcc" else lambda *_: None)
     monkeypatch.setattr(agreement, "compare", fails)
     for name in ("alarm", "setrlimit", "dup2"):
-        owner = {"alarm": selfcheck.signal, "setrlimit": selfcheck.resource}.get(name, os)
+        owner = {"alarm": signal, "setrlimit": resource}.get(name, os)
         monkeypatch.setattr(owner, name, lambda *_: None)
     selfcheck.main("forward", json.dumps(PLAN.compiled), json.dumps(GPU), "9")
     told = json.loads(capfd.readouterr().out.splitlines()[-1])

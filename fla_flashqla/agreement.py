@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from fla_flashqla import arch, autograd, chunk, testing, warmup
+from fla_flashqla.layout import Setup
 from fla_flashqla.plan import Plan
 
 INPUTS = (*testing.DIFFERENTIABLE, *testing.PARAMETERS)
@@ -101,14 +102,13 @@ def _answers(
     }
     leaves = {n: x[n].requires_grad_(plan.gradients) for n in INPUTS if n in x}
     sigmoid = 2.0 if x.get("allow_neg_eigval") else 1.0
+    cu_seqlens = x.get("cu_seqlens")
+    flags = x["use_qk_l2norm_in_kernel"], x["state_v_first"], True
     call = autograd.Call(
         chunk.forward,
-        plan,
+        Setup.of(plan, x["q"], x["v"], cu_seqlens, *flags),
         scale=x["q"].shape[-1] ** -0.5,
-        output_final_state=True,
-        use_qk_l2norm_in_kernel=x["use_qk_l2norm_in_kernel"],
-        state_v_first=x["state_v_first"],
-        cu_seqlens=x.get("cu_seqlens"),
+        cu_seqlens=cu_seqlens,
         sigmoid=sigmoid if x.get("use_beta_sigmoid_in_kernel") else 0.0,
     )
     results = autograd.GatedDeltaRule.apply(call, *map(x.get, INPUTS))  # type: ignore[no-untyped-call]

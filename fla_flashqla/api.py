@@ -14,7 +14,7 @@ import torch
 from fla_flashqla import arch, autograd, chunk, env, reference, report, segments, selfcheck
 from fla_flashqla.activations import NONE, Activations
 from fla_flashqla.call import Unsupported, describe
-from fla_flashqla.layout import Layout, Packed
+from fla_flashqla.layout import Packed, Setup
 from fla_flashqla.plan import Plan, Reference, Refusal, plan
 from fla_flashqla.report import logger
 
@@ -183,8 +183,9 @@ def _rehearsed(plan: Plan, device: torch.device) -> Plan:
     return plan
 
 
-def _answer(plan: Plan, q: torch.Tensor, *args: Any) -> chunk.Forward:
-    forward: chunk.Forward = _launch("forward", plan, q.device, chunk.forward, plan, q, *args)
+def _answer(setup: Setup, q: torch.Tensor, *args: Any) -> chunk.Forward:
+    plan = setup.plan
+    forward: chunk.Forward = _launch("forward", plan, q.device, chunk.forward, setup, q, *args)
     report.ran(plan.path("forward"))
     return forward
 
@@ -219,20 +220,21 @@ def _forward(
     raw_g = keywords.get("use_gate_in_kernel")
     sigmoid = (2.0 if allow_neg_eigval else 1.0) if use_beta_sigmoid_in_kernel else 0.0
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    output_final_state = bool(output_final_state)  # FLA's layers pass None, too
-    flags = bool(use_qk_l2norm_in_kernel), bool(state_v_first)
+    # FLA's layers pass None for flags, too
+    flags = bool(use_qk_l2norm_in_kernel), bool(state_v_first), bool(output_final_state)
+    setup = Setup.of(plan, q, v, cu_seqlens, *flags)
     A_log = keywords.get("A_log") if raw_g else None
     dt_bias = keywords.get("dt_bias") if raw_g else None
     if plan.gradients:
         # FLA cannot take over in the middle of a training step, so what fails shall fail now.
         _rehearse(plan, q.device)
-        call = autograd.Call(_answer, plan, scale, output_final_state, *flags, cu_seqlens, sigmoid)
+        call = autograd.Call(_answer, setup, scale, cu_seqlens, sigmoid)
         o, final_state = autograd.GatedDeltaRule.apply(  # type: ignore[no-untyped-call]
             call, q, k, v, g, beta, initial_state, A_log, dt_bias
         )
         return o, final_state
     results = _answer(
-        *(plan, q, k, v, g, beta, scale, initial_state, output_final_state, *flags, cu_seqlens),
+        *(setup, q, k, v, g, beta, scale, initial_state, cu_seqlens),
         Activations(A_log, dt_bias, sigmoid) if raw_g or sigmoid else NONE,
     )
     return results[0], results[1]
@@ -255,33 +257,48 @@ def answer(decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 # What the low-level pair and graphs run, each with a plan of `decide`.
 
 
-def forward(plan: Plan, q: torch.Tensor, *args: Any) -> chunk.Forward:
-    """`chunk.forward`, counted; a backward may follow, and does with a plan for gradients."""
+def forward(
+    plan: Plan,
+    flags: tuple[bool, bool, bool],
+    cu_seqlens: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    scale: float,
+    initial_state: torch.Tensor | None,
+    *args: Any,
+) -> chunk.Forward:
+    """`chunk.forward` with the `flags` of `Setup.of`, counted; a backward may follow, and does with a plan for gradients."""
     plan = _rehearsed(plan, q.device)
     if plan.gradients:
         _without_fallback(_rehearse, plan, q.device)
-    return _without_fallback(_answer, replace(plan, gradients=True), q, *args)
+    setup = Setup.of(replace(plan, gradients=True), q, v, cu_seqlens, *flags)
+    inputs = q, k, v, g, beta, scale, initial_state, cu_seqlens
+    return _without_fallback(_answer, setup, *inputs, *args)
 
 
-def states(plan: Plan, at: Layout, k: torch.Tensor, *args: Any) -> torch.Tensor:
+def states(plan: Plan, *args: Any) -> torch.Tensor:
     """The states of `chunk.states`."""
-    return chunk.states(plan, at, k, *args)[0]
+    return chunk.states(plan, *args)[0]
 
 
 def backward(
     plan: Plan,
+    flags: tuple[bool, bool],
+    cu_seqlens: torch.Tensor | None,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    cu_seqlens: torch.Tensor | None,
     *args: Any,
 ) -> chunk.Gradients:
-    """`chunk.backward`, counted."""
+    """`chunk.backward` with the `flags` of `Setup.of`, counted."""
     plan = _rehearsed(plan, q.device)
-    packed = Packed.of(q, k, v, cu_seqlens)
+    setup, packed = Setup.of(plan, q, v, cu_seqlens, *flags), Packed.of(q, k, v, cu_seqlens)
     launch: Callable[..., chunk.Gradients] = _launch
     gradients = _without_fallback(
-        launch, "backward", plan, q.device, chunk.backward, plan, packed, *args
+        launch, "backward", plan, q.device, chunk.backward, setup, packed, *args
     )
     report.ran(plan.path("backward"))
     return gradients

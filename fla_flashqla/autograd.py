@@ -11,8 +11,7 @@ from torch.autograd.function import once_differentiable
 
 from fla_flashqla import chunk, report
 from fla_flashqla.activations import NONE, Activations
-from fla_flashqla.layout import Packed
-from fla_flashqla.plan import Plan
+from fla_flashqla.layout import Packed, Setup, boundaries
 
 Gradient = torch.Tensor | None
 
@@ -21,11 +20,8 @@ class Call(NamedTuple):
     """What of a call has no gradient, as one argument, since PyTorch looks at each of them; `answer` is or wraps `chunk.forward`."""
 
     answer: Callable[..., chunk.Forward]
-    plan: Plan
+    setup: Setup
     scale: float
-    output_final_state: bool
-    use_qk_l2norm_in_kernel: bool
-    state_v_first: bool
     cu_seqlens: torch.Tensor | None
     sigmoid: float  # of `Activations`
 
@@ -52,15 +48,13 @@ class GatedDeltaRule(torch.autograd.Function):
         dt_bias: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         o, final_state, r, gates, packed = call.answer(
-            *(call.plan, q, k, v, g, beta, call.scale, initial_state, call.output_final_state),
-            *(call.use_qk_l2norm_in_kernel, call.state_v_first, call.cu_seqlens),
+            *(call.setup, q, k, v, g, beta, call.scale, initial_state, call.cu_seqlens),
             _activations(A_log, dt_bias, call.sigmoid),
         )
-        q, k, v, cu, at = packed
+        q, k, v, cu = packed
         raw = None if A_log is None else g, beta if call.sigmoid else None
         varlen = call.cu_seqlens is not None  # a change of boundaries is seen where they are saved
         ctx.call = call._replace(cu_seqlens=None) if varlen else call
-        ctx.at = at._replace(cu=None) if varlen else at
         ctx.save_for_backward(
             *(q, k, v, cu if varlen else None, r, gates, initial_state, A_log, dt_bias, *raw)
         )
@@ -87,16 +81,15 @@ def _activations(
 def _backward(ctx: Any, do: Gradient, dht: Gradient, _: Gradient = None) -> tuple[Gradient, ...]:
     q, k, v, cu, r, gates, initial_state, A_log, dt_bias, g, beta = ctx.saved_tensors
     call: Call = ctx.call
-    packed = Packed(q, k, v, ctx.at.cu_or(q) if cu is None else cu, ctx.at)
+    packed = Packed(q, k, v, boundaries(None, q) if cu is None else cu)
     dq, dk, dv, dg, dbeta, dh0, dA_log, ddt_bias = chunk.backward(
-        *(call.plan, packed, r, gates, call.scale, initial_state),
-        *(call.use_qk_l2norm_in_kernel, call.state_v_first, do, dht),
+        *(call.setup, packed, r, gates, call.scale, initial_state, do, dht),
         chunk.Needs._make(ctx.needs_input_grad[1:]),
         _activations(A_log, dt_bias, call.sigmoid),
         *(g, beta),
     )
     if do is not None or dht is not None:
-        report.ran(call.plan.path("backward"))
+        report.ran(call.setup.plan.path("backward"))
     return None, dq, dk, dv, dg, dbeta, dh0, dA_log, ddt_bias
 
 

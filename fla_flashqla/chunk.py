@@ -10,7 +10,7 @@ import torch
 
 from fla_flashqla import arch, l2norm, segments
 from fla_flashqla.activations import NONE, Activations
-from fla_flashqla.layout import CHUNK, Layout, Packed, aligned
+from fla_flashqla.layout import Packed, Setup, aligned, boundaries
 
 if TYPE_CHECKING:
     from fla_flashqla.plan import Plan
@@ -106,8 +106,7 @@ def _float(x: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def prepare(
-    plan: Plan,
-    at: Layout,
+    setup: Setup,
     r: torch.Tensor,
     gates: torch.Tensor,
     cu: torch.Tensor,
@@ -117,8 +116,6 @@ def prepare(
     beta: torch.Tensor,
     o: torch.Tensor,
     scale: float,
-    normalize_q: bool = False,
-    normalize_k: bool = False,
     activations: Activations = NONE,
 ) -> None:
     """Launch the state-independent part.
@@ -131,16 +128,14 @@ def prepare(
             Boundaries, or what stands in for them.
         q, k, g, beta, o (torch.Tensor):
             `[B, T, H, 128]`, `[B, T, HV]` and `[B, T, HV, 128]`, contiguous; rows of o behind the last boundary become 0.
-        normalize_q, normalize_k (bool):
-            Whether q and k are normalised.
     """
-    (B, T, H, _), HV = q.shape, g.shape[2]
-    A_log, dt_bias, *raw = activations.arguments(gates)
+    plan = setup.plan
+    A_log, dt_bias, raw_g, raw_beta = activations.arguments(gates)
     kernels = build(plan)
     (kernels.prepare if plan.warps == 4 else kernels.prepare_single)(
-        *(q, k, g, beta, A_log, dt_bias, cu, r, gates, o),
-        *(scale, B * T, at.seqlen, at.cu_step, at.N, H, HV // H),
-        *(int(normalize_q), int(normalize_k), int(plan.gradients), *raw),
+        *(q, k, g, beta, A_log, dt_bias, cu, r, gates, o, scale, *setup.tokens),
+        *setup.normalized,
+        *(int(plan.gradients), raw_g, raw_beta),
     )
 
 
@@ -155,7 +150,7 @@ class Forward(NamedTuple):
 
 
 def forward(
-    plan: Plan,
+    setup: Setup,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -163,9 +158,6 @@ def forward(
     beta: torch.Tensor,
     scale: float,
     initial_state: torch.Tensor | None = None,
-    output_final_state: bool = False,
-    use_qk_l2norm_in_kernel: bool = False,
-    state_v_first: bool = False,
     cu_seqlens: torch.Tensor | None = None,
     activations: Activations = NONE,
     kept: torch.Tensor | None = None,
@@ -173,8 +165,8 @@ def forward(
     """Launch the forward pass on the current stream of the tensors' device, without waiting for it.
 
     Args:
-        plan (Plan):
-            What `plan.plan` returned for this call.
+        setup (Setup):
+            Of this call, with what `plan.plan` returned for it.
         q, k (torch.Tensor):
             `[B, T, H, 128]`, float16 or bfloat16.
         v (torch.Tensor):
@@ -199,41 +191,35 @@ def forward(
     if torch.cuda.current_device() != q.device.index:
         with torch.cuda.device(q.device):
             return forward(
-                plan, q, k, v, g, beta, scale, initial_state, output_final_state,
-                use_qk_l2norm_in_kernel, state_v_first, cu_seqlens, activations, kept,
-            )  # fmt: skip
-    B, T, H, K = q.shape
-    _, _, HV, V = v.shape
+                setup, q, k, v, g, beta, scale, initial_state, cu_seqlens, activations, kept
+            )
     # The recurrence starts while the kernel before it still runs: between the launches nothing may be copied, allocated or freed
     # (what `segments` launches waits for all before it).
     packed = Packed.of(q, k, v, cu_seqlens)
-    q, k, v, cu, at = packed
+    q, k, v, cu = packed
     g, beta = g.contiguous(), beta.contiguous()
     activations = activations.packed()
     h0 = _float(initial_state)
-    normalize_k = use_qk_l2norm_in_kernel
-    if normalize_k and plan.dtype == "float16":
+    if setup.ahead:
         # The kernels multiply U by 1 / |k| and round it: float16 has no such small numbers for long keys.
-        k, normalize_k = l2norm.forward(k), False
+        k = l2norm.forward(k)
     o = torch.empty_like(v)
-    r, gates = at.empty(q, HV) if kept is None else at.split(kept, HV, q.dtype)
-    final_state = None
-    if output_final_state:
-        sizes = (V, K) if state_v_first else (K, V)
-        final_state = gates.new_empty(at.N, HV, *sizes)
-    lengths = at.seqlen, at.cu_step, at.N
-    normalize = use_qk_l2norm_in_kernel, normalize_k
-    prepare(*(plan, at, r, gates, cu, q, k, g, beta, o, abs(scale), *normalize, activations))
-    strides = (1, K) if state_v_first else (V, 1)
+    if kept is None:  # each on its own, which takes the host less time than views
+        r, gates = q.new_empty(*setup.r), q.new_empty(*setup.gates, dtype=torch.float32)
+    else:
+        r, gates = setup.at.split(kept, v.shape[2], q.dtype)
+    final_state = gates.new_empty(*setup.final) if setup.output_final_state else None
+    prepare(setup, r, gates, cu, q, k, g, beta, o, abs(scale), activations)
+    plan = setup.plan
     if plan.segment:
-        h0 = segments.starts(plan, segments.Chunks(k, r, gates, cu, lengths, strides), v, h0)
+        chunks = segments.Chunks(k, r, gates, cu, setup.lengths, setup.strides)
+        h0 = segments.starts(plan, chunks, v, h0)
     kernels = build(plan)
     (kernels.forward if plan.blocks("forward") == 1 else kernels.forward_halves)(
         # gates stand in for what there is not
         *(q, k, v, r, gates, cu, gates if h0 is None else h0, o),
         gates if final_state is None else final_state,
-        *(*lengths, HV, HV // H, int(h0 is not None), int(output_final_state), *strides),
-        *_taken(plan, at, B * T, plan.segment),
+        *(*setup.chains, int(h0 is not None), int(final_state is not None), *setup.order),
     )
     if scale < 0:  # the kernels take its logarithm
         o.neg_()
@@ -273,14 +259,12 @@ class Gradients(NamedTuple):
 
 
 def backward(
-    plan: Plan,
+    setup: Setup,
     packed: Packed,
     r: torch.Tensor,
     gates: torch.Tensor,
     scale: float,
     initial_state: torch.Tensor | None = None,
-    use_qk_l2norm_in_kernel: bool = False,
-    state_v_first: bool = False,
     do: torch.Tensor | None = None,
     dht: torch.Tensor | None = None,
     needs: Needs | None = None,
@@ -294,7 +278,7 @@ def backward(
     `reverse` makes.
 
     Args:
-        plan, scale, initial_state, use_qk_l2norm_in_kernel, state_v_first:
+        setup, scale, initial_state:
             As `forward` got them.
         packed, r, gates:
             What `forward` returned.
@@ -309,27 +293,22 @@ def backward(
         g, beta (torch.Tensor, Optional):
             As `forward` got them; read where `activations` says what was made of them.
     """
-    q, k, v, cu, at = packed
+    q, k, v, cu = packed
     if torch.cuda.current_device() != q.device.index:
         with torch.cuda.device(q.device):
             return backward(
-                plan, packed, r, gates, scale, initial_state, use_qk_l2norm_in_kernel, state_v_first,
-                do, dht, needs, activations, g, beta,
-            )  # fmt: skip
+                *(setup, packed, r, gates, scale, initial_state),
+                *(do, dht, needs, activations, g, beta),
+            )
     needs = Needs.of(initial_state, activations) if needs is None else needs
     gating = needs.g or needs.beta or needs.A_log or needs.dt_bias
     chunks = needs.q or needs.k or gating  # what chunks compute side by side
     chain = needs.k or needs.v or gating or needs.initial_state
     if (do is None and dht is None) or not (chunks or chain):
         return Gradients()
-    (B, T, H, K), (_, _, HV, V) = q.shape, v.shape
-    lengths = at.seqlen, at.cu_step, at.N
-    strides = (1, K) if state_v_first else (V, 1)
+    plan = setup.plan
     kernels = build_backward(plan)
-
-    normalize = use_qk_l2norm_in_kernel
-    ahead = normalize and plan.dtype == "float16"  # as in `forward`
-    k_in = l2norm.forward(k) if ahead else k
+    k_in = l2norm.forward(k) if setup.ahead else k
     do = torch.zeros_like(v) if do is None else aligned(do)
     if scale < 0:  # as in `forward`
         scale, do = -scale, -do
@@ -337,27 +316,25 @@ def backward(
     v_in = v if chunks else do
     h0 = _float(initial_state) if chunks else None
     dht = _float(dht) if chain else None
-    ds = q.new_empty(at.slots, HV, V, K) if chain else None
-    segment = plan.backward_segment
-    all_chunks = segments.Chunks(k_in, r, gates, cu, lengths, strides)
-    if segment:
+    ds = q.new_empty(*setup.states) if chain else None
+    all_chunks = segments.Chunks(k_in, r, gates, cu, setup.lengths, setup.strides)
+    if plan.backward_segment:
         h0, dht = segments.boundaries(plan, all_chunks, q, v_in, do, h0, dht, ds, chunks)
     # The two recurrences run side by side: between their launches nothing may be copied or allocated.
     dh0 = None
     if chain:
         # `gradients` zeroes the rows behind the last boundary, here too
-        dv = (torch.empty_like if chunks or at.seqlen else torch.zeros_like)(v)
+        dv = (torch.empty_like if chunks or setup.at.seqlen else torch.zeros_like)(v)
         if needs.initial_state:
-            assert initial_state is not None
-            dh0 = gates.new_empty(*initial_state.shape)
+            dh0 = gates.new_empty(*setup.final)
     if chunks:
-        s, y = _states(plan, at, all_chunks, v_in, h0)
+        s, y = _states(setup, all_chunks, v_in, h0)
     if chain:  # gradients of S behind each chunk, of v and of the initial state
         (kernels.reverse if plan.blocks("backward") == 1 else kernels.reverse_halves)(
             *(q, k_in, do, r, gates, cu, gates if dht is None else dht, ds, dv),
             gates if dh0 is None else dh0,
-            *(*lengths, HV, HV // H, int(dht is not None), int(dh0 is not None), *strides),
-            *(*_taken(plan, at, B * T, segment), 0.0, int(chunks)),
+            *(*setup.chains, int(dht is not None), int(dh0 is not None)),
+            *(*setup.order_back, 0.0, int(chunks)),
         )
     else:
         ds, dv = s, y  # of the right shape, and finite
@@ -367,10 +344,12 @@ def backward(
     if not chunks:
         return Gradients(v=dv if needs.v else None, initial_state=dh0)
     dq, dk = torch.empty_like(q), torch.empty_like(q)
-    dg = q.new_empty(B, T, HV, dtype=getattr(torch, plan.g_dtype))
-    dbeta = q.new_empty(B, T, HV, dtype=getattr(torch, plan.beta_dtype))
+    dg = q.new_empty(*setup.betas, dtype=getattr(torch, plan.g_dtype))
+    dbeta = q.new_empty(*setup.betas, dtype=getattr(torch, plan.beta_dtype))
     A_log, dt_bias, raw_g, raw_beta = activations.arguments(gates)
-    shares = gates.new_empty(at.slots, 2, HV, 1) if raw_g else gates  # or a stand-in
+    shares = gates  # stand in
+    if raw_g:
+        shares = gates.new_empty(setup.at.slots, 2, v.shape[2], 1)
     kernels.gradients(
         q,
         k_in,
@@ -390,11 +369,10 @@ def backward(
         dg,
         dbeta,
         shares,
-        *(scale, B * T, *lengths, H, HV // H, int(normalize), int(normalize and not ahead)),
-        *(raw_g, raw_beta),
-        min(at.slots * H, arch.device_facts(q.device).sms),  # blocks that share the work
+        *(scale, *setup.tokens, *setup.normalized, raw_g, raw_beta),
+        min(setup.items, arch.device_facts(q.device).sms),  # blocks that share the work
     )
-    if ahead:
+    if setup.ahead:
         dk = l2norm.backward(k, dk)
     dA_log, ddt_bias = activations.gradients(shares, needs.A_log, needs.dt_bias)
     return Gradients(
@@ -409,7 +387,7 @@ def backward(
 
 def states(
     plan: Plan,
-    at: Layout,
+    cu_seqlens: torch.Tensor | None,
     k: torch.Tensor,
     v: torch.Tensor,
     r: torch.Tensor,
@@ -417,54 +395,38 @@ def states(
     initial_state: torch.Tensor | None,
     state_v_first: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Launch the forward recurrence without o; arguments as in `backward`.
+    """Launch the forward recurrence without o; arguments as in `forward` and `backward`.
 
     Returns:
         The state at the start of each chunk, transposed, `[slots, HV, V, K]`, and Y, the chunk's error before beta, `[B, T, HV, V]`.
     """
     if torch.cuda.current_device() != v.device.index:
         with torch.cuda.device(v.device):
-            return states(plan, at, k, v, r, gates, initial_state, state_v_first)
-    chunks = segments.Chunks(
-        *(aligned(k), r, gates, at.cu_or(gates), (at.seqlen, at.cu_step, at.N)),
-        (1, k.shape[3]) if state_v_first else (v.shape[3], 1),
-    )
+            return states(plan, cu_seqlens, k, v, r, gates, initial_state, state_v_first)
     plan = plan.without("backward_segments")
-    return _states(plan, at, chunks, aligned(v), _float(initial_state))
+    setup = Setup.of(plan, k, v, cu_seqlens, state_v_first=state_v_first)
+    cu = boundaries(cu_seqlens, gates)
+    chunks = segments.Chunks(aligned(k), r, gates, cu, setup.lengths, setup.strides)
+    return _states(setup, chunks, aligned(v), _float(initial_state))
 
 
 def _states(
-    plan: Plan,
-    at: Layout,
-    chunks: segments.Chunks,
-    v: torch.Tensor,
-    h0: torch.Tensor | None,
+    setup: Setup, chunks: segments.Chunks, v: torch.Tensor, h0: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As `states`, of what kernels read; `h0` are the states of segments where the plan cuts the backward."""
-    k, r, gates, cu, lengths, strides = chunks
-    (_, _, H, K), (B, T, HV, V) = k.shape, v.shape
-    s, y = v.new_empty(at.slots, HV, V, K), torch.empty_like(v)
-    kernels = build_backward(plan)
-    (kernels.states if plan.blocks("states") == 1 else kernels.states_halves)(
-        *(k, v, r, gates, cu, gates if h0 is None else h0, s, y),
-        *(*lengths, HV, HV // H, int(h0 is not None), *strides),
-        *_taken(plan, at, B * T, plan.backward_segment),
+    s, y = v.new_empty(*setup.states), torch.empty_like(v)
+    kernels = build_backward(setup.plan)
+    (kernels.states if setup.plan.blocks("states") == 1 else kernels.states_halves)(
+        *(chunks.k, v, chunks.r, chunks.gates, chunks.cu, chunks.gates if h0 is None else h0, s, y),
+        *(*setup.chains, int(h0 is not None), *setup.order_back),
     )
     return s, y
-
-
-def _taken(plan: Plan, at: Layout, tokens: int, segment: int) -> tuple[int, int, int]:
-    """In which order sequences are taken, in segments of how many tokens, and how many of these there are at most."""
-    return int(plan.longest_first and not segment), segment, segments.slots(segment, tokens, at.N)
 
 
 def rehearse_backward(plan: Plan, device: torch.device) -> None:
     """Launch the kernels of the backward pass once, on one token: if they cannot run, that shows before a call needs them."""
     x = torch.zeros(1, 1, 1, 128, dtype=getattr(torch, plan.dtype), device=device)
     packed = Packed.of(x, x, x, None)
-    slots = packed.at.slots
-    r = x.new_zeros(slots, 1, CHUNK, CHUNK)
-    gates = x.new_zeros(slots, 1, 8, CHUNK, dtype=torch.float32)
     h0 = x.new_zeros(1, 1, 128, 128, dtype=torch.float32)
     plan = replace(
         plan,
@@ -472,4 +434,6 @@ def rehearse_backward(plan: Plan, device: torch.device) -> None:
         states_whole=plan.blocks("states") == 1,
         backward_segment=0,
     )
-    backward(plan, packed, r, gates, 1.0, h0, do=x, dht=h0)
+    setup = Setup.of(plan, x, x, None)
+    r, gates = x.new_zeros(setup.r), x.new_zeros(setup.gates, dtype=torch.float32)
+    backward(setup, packed, r, gates, 1.0, h0, do=x, dht=h0)

@@ -107,13 +107,13 @@ def chunk_gated_delta_rule_fwd(
             )
         at = Layout.of(q.shape[0], q.shape[1], cu_seqlens)
         A = q.new_empty(4 * at.words(v.shape[2], q.dtype), dtype=torch.uint8)
+        flags = False, bool(state_v_first), bool(output_final_state)
+        inputs = q, k, v, g, beta, _scale(q, scale), initial_state
         o, final_state, r, gates, _ = api.forward(
-            *(decision, q, k, v, g, beta, _scale(q, scale), initial_state),
-            *(bool(output_final_state), False, bool(state_v_first), cu_seqlens),
-            *(NONE, A.view(torch.float32)),
+            decision, flags, cu_seqlens, *inputs, NONE, A.view(torch.float32)
         )
         if output_h:
-            s = api.states(decision, at, k, v, r, gates, initial_state, bool(state_v_first))
+            s = api.states(decision, cu_seqlens, k, v, r, gates, initial_state, bool(state_v_first))
             slots = _chunk_slots(q, cu_seqlens)
             h = (s if state_v_first else s.mT).index_select(0, slots.flatten())
     else:
@@ -194,10 +194,9 @@ def chunk_gated_delta_rule_bwd(
     found: dict[str, Any]
     if isinstance(decision, Plan):
         found = api.backward(
-            *(decision, q, k, v, cu_seqlens),
+            *(decision, (False, bool(state_v_first)), cu_seqlens, q, k, v),
             *at.split(A.view(torch.float32), HV, q.dtype),
-            *(_scale(q, scale), initial_state),
-            *(False, bool(state_v_first), do.to(q.dtype), dht),
+            *(_scale(q, scale), initial_state, do.to(q.dtype), dht),
         )._asdict()
     else:
         call = dict(zip(("q", "k", "v", "g", "beta", "scale", "initial_state"), args, strict=True))

@@ -173,6 +173,9 @@ class _Arguments(NamedTuple):
         del call["gradients"]
         return call | dict.fromkeys(call.pop("refused"), True)
 
+    def flags(self) -> tuple[bool, bool]:
+        return self.use_qk_l2norm_in_kernel, self.state_v_first
+
     def layout(self) -> Layout:
         return Layout.of(self.q.shape[0], self.q.shape[1], self.cu_seqlens)
 
@@ -210,9 +213,8 @@ def _forward(*args: Any) -> tuple[torch.Tensor, ...]:
     if x.gradients and isinstance(decision, Plan):
         kept = x.q.new_empty(x.words(), dtype=torch.float32)
         o, final_state, *_ = api.forward(
-            *(decision, x.q, x.k, x.v, x.g, x.beta, x.scale_of_q(), x.initial_state),
-            *(x.output_final_state, x.use_qk_l2norm_in_kernel, x.state_v_first, x.cu_seqlens),
-            *(x.activations(), kept),
+            *(decision, (*x.flags(), x.output_final_state), x.cu_seqlens, x.q, x.k, x.v),
+            *(x.g, x.beta, x.scale_of_q(), x.initial_state, x.activations(), kept),
         )
     else:
         o, final_state = api.answer(decision, (), call)
@@ -254,9 +256,9 @@ def _backward(
     found: dict[str, Any]
     if isinstance(decision, Plan):
         found = api.backward(
-            *(decision, x.q, x.k, x.v, x.cu_seqlens),
+            *(decision, x.flags(), x.cu_seqlens, x.q, x.k, x.v),
             *x.layout().split(kept, x.v.shape[2], x.q.dtype),
-            *(x.scale_of_q(), x.initial_state, x.use_qk_l2norm_in_kernel, x.state_v_first),
+            *(x.scale_of_q(), x.initial_state),
             *(do, dht, Needs(*needs), x.activations(), x.g, x.beta),
         )._asdict()
         for name in reference.PARAMETERS:  # rows of one tensor

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from fla_flashqla import arch
-from fla_flashqla.layout import CHUNK
+from fla_flashqla.layout import CHUNK, slots
 
 if TYPE_CHECKING:
     from fla_flashqla.plan import Plan
@@ -66,11 +66,6 @@ def build_backward(plan: Plan) -> ReverseSegmentKernels:
         source = in_form(row.form, f"reverse_segments-{plan.dtype}", function, reverse.PASS_CONFIGS)
         kernels = _built_backward[key] = ReverseSegmentKernels(*compile_kernels([source], row))
     return kernels
-
-
-def slots(segment: int, tokens: int, N: int) -> int:
-    """How many segments there can be, whatever the boundaries: one a sequence where they are not cut, `segment` being 0."""
-    return tokens // segment + N if segment else N
 
 
 def threshold(plan: Plan, dtype: torch.dtype) -> float:

@@ -25,6 +25,7 @@ from fla_flashqla import api, compat
 from fla_flashqla._autoload import TARGET
 from fla_flashqla.backend import FlashQLABackend
 from fla_flashqla.call import Unsupported, describe
+from fla_flashqla.layout import Setup
 from fla_flashqla.plan import Plan, Reference, Refusal
 
 PLAN = Plan("stand_in", "bfloat16", "float32", "float32")
@@ -218,21 +219,30 @@ def test_flashqla_dispatch_passes_what_the_kernels_need(
 ) -> None:
     given = inputs(use_qk_l2norm_in_kernel=True, cu_seqlens=torch.tensor([0, 5]))
     ours.chunk_gated_delta_rule(**given, cu_seqlens_cpu=given["cu_seqlens"])
-    plan, *passed, activations = kernels.forward.call_args.args
+    setup, *passed, activations = kernels.forward.call_args.args
     tensors = [given[name] for name in ("q", "k", "v", "g", "beta")]
-    assert plan == PLAN
-    expected = [*tensors, 8**-0.5, None, False, True, False, given["cu_seqlens"]]
+
+    def made(*flags: bool, cu_seqlens: torch.Tensor | None = None) -> Setup:
+        return Setup.of(PLAN, given["q"], given["v"], cu_seqlens, *flags)
+
+    assert setup == made(True, cu_seqlens=given["cu_seqlens"])
+    expected = [*tensors, 8**-0.5, None, given["cu_seqlens"]]
     assert all(a is b or a == b for a, b in zip(passed, expected, strict=True))
+    v_first = made(False, True)
+    assert v_first != made()
     ours.chunk_gated_delta_rule(*tensors, 0.0, state_v_first=True)
-    assert kernels.forward.call_args.args[6:-1] == (0.0, None, False, False, True, None)
+    setup, *passed, activations = kernels.forward.call_args.args
+    assert setup == v_first and passed[5:] == [0.0, None, None]
     with pytest.warns(DeprecationWarning, match="renamed to `state_v_first`"):
         ours.chunk_gated_delta_rule(*tensors, 0.0, transpose_state_layout=True, chunk_size=16)
-    assert kernels.forward.call_args.args[6:-1] == (0.0, None, False, False, True, None)
+    setup, *passed, activations = kernels.forward.call_args.args
+    assert setup == v_first and passed[5:] == [0.0, None, None]
     # FLA takes a flag for what it is worth; a kernel needs numbers.
     ours.chunk_gated_delta_rule(*tensors, True, None, None, 2)
-    flags = kernels.forward.call_args.args[6:-1]
-    assert flags == (1.0, None, False, True, False, None)
-    assert [type(x) for x in flags if x is not None] == [float, bool, bool, bool]
+    setup, *passed, activations = kernels.forward.call_args.args
+    assert setup == made(True) and passed[5:] == [1.0, None, None]
+    assert type(passed[5]) is float
+    assert (type(setup.output_final_state), *map(type, setup.normalized)) == (bool, int, int)
 
 
 def test_flashqla_dispatch_refuses_with_a_reason(ours: FlashQLABackend) -> None:

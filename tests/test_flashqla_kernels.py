@@ -8,7 +8,7 @@ import torch
 from gpu_helpers import ARCH, DEVICE, harden, poisoned_memory
 
 from fla_flashqla import chunk
-from fla_flashqla.layout import Layout
+from fla_flashqla.layout import Setup, boundaries
 from fla_flashqla.plan import Plan
 from fla_flashqla.testing import Case, make_inputs, relative_error
 
@@ -20,14 +20,14 @@ WARPS = pytest.mark.parametrize("warps", [1, 4])
 def prepared(x, lens, warps):
     """R [chunks, HV, C, C] and the gate vectors [chunks, HV, 8, C], chunk by chunk."""
     q, k, v, g, beta = (x[n] for n in ("q", "k", "v", "g", "beta"))
-    at, normalize = Layout.of(*q.shape[:2], x["cu_seqlens"]), x["use_qk_l2norm_in_kernel"]
     plan = Plan(ARCH, *(str(t.dtype).removeprefix("torch.") for t in (q, g, beta)))
     plan = dataclasses.replace(plan, warps=warps, gradients=True)
     with poisoned_memory():
         o = torch.empty_like(v)
-        r, gates = at.empty(q, g.shape[2])
-        given = plan, at, r, gates, at.cu_or(gates), q, k, g, beta, o
-        chunk.prepare(*given, 0.5, normalize, normalize)
+        normalized = (int(x["use_qk_l2norm_in_kernel"]),) * 2
+        setup = Setup.of(plan, q, v, x["cu_seqlens"])._replace(normalized=normalized)
+        r, gates = q.new_empty(setup.r), q.new_empty(setup.gates, dtype=torch.float32)
+        chunk.prepare(setup, r, gates, boundaries(x["cu_seqlens"], gates), q, k, g, beta, o, 0.5)
     slots, bos = [], 0
     for n, length in enumerate(lens):
         slots += [bos // C + n + i for i in range(-(-length // C))]

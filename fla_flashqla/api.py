@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -15,7 +14,7 @@ from fla_flashqla import arch, autograd, chunk, env, reference, report, segments
 from fla_flashqla.activations import NONE, Activations
 from fla_flashqla.call import Unsupported, describe
 from fla_flashqla.layout import Packed, Setup
-from fla_flashqla.plan import Plan, Reference, Refusal, plan
+from fla_flashqla.plan import Plan, Reference, Refusal, changed, plan
 from fla_flashqla.report import logger
 
 Decision = Plan | Reference | Refusal
@@ -112,7 +111,7 @@ def _cut(plan: Plan, device_index: int) -> Plan:
     for step in ("segments", "backward_segments"):
         if step in plan.steps and (mode == "off" or _obstacle(step, plan, device_index)):
             plan = plan.without(step)
-    return replace(plan, exact=True) if mode == "exact" else plan
+    return changed(plan, exact=True) if mode == "exact" else plan
 
 
 def decide(args: tuple[Any, ...], kwargs: dict[str, Any], gradients: bool = False) -> Decision:
@@ -274,7 +273,7 @@ def forward(
     plan = _rehearsed(plan, q.device)
     if plan.gradients:
         _without_fallback(_rehearse, plan, q.device)
-    setup = Setup.of(replace(plan, gradients=True), q, v, cu_seqlens, *flags)
+    setup = Setup.of(changed(plan, gradients=True), q, v, cu_seqlens, *flags)
     inputs = q, k, v, g, beta, scale, initial_state, cu_seqlens
     return _without_fallback(_answer, setup, *inputs, *args)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Where chunks lie: the sequences of a call, the slots of their chunks, and the buffer of what is made per chunk; and inputs as kernels read them."""
+"""Where chunks lie: the sequences of a call, the slots of their chunks, and the buffers of what is made per chunk; and inputs as kernels read them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ if TYPE_CHECKING:
 CHUNK = 64
 GATE_ROWS = 8  # see kernels/prepare.py
 GATE_GC = 6  # the one with log2(exp(gc)), without l2norm
-
 
 _Form = tuple[int, torch.dtype] | None  # of boundaries: how many, and their dtype
 
@@ -37,6 +36,7 @@ class Layout(NamedTuple):
 
     @classmethod
     def between(cls, B: int, T: int, cu: _Form) -> Layout:
+        """Of boundaries in this form."""
         if cu is None:
             return cls(B, T, 1, B * T // CHUNK + B + 1)
         count, dtype = cu
@@ -65,7 +65,10 @@ def slots(segment: int, tokens: int, N: int) -> int:
 
 
 class Setup(NamedTuple):
-    """A plan with all that is the same in calls that look alike, as both passes use it: sizes of buffers, integers that kernels take."""
+    """A plan with all that is the same in calls that look alike, as both passes use it: sizes of buffers, integers that kernels take.
+
+    Nothing of the device: plans name an architecture, and calls on two devices may share one.
+    """
 
     plan: Plan
     at: Layout

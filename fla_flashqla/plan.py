@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from fla_flashqla.arch import ARCHS
 from fla_flashqla.call import Call
@@ -58,8 +58,8 @@ class Plan:
 
     def without(self, step: str) -> Plan:
         """The plan of calls whose sequences stay whole where "segments" or "backward_segments" would cut them."""
-        plan = replace(self, backward_segment=0, backward_splits=1)
-        return plan if step == "backward_segments" else replace(plan, segment=0, segment_splits=1)
+        plan = changed(self, backward_segment=0, backward_splits=1)
+        return plan if step == "backward_segments" else changed(plan, segment=0, segment_splits=1)
 
     def blocks(self, step: str) -> int:
         """Blocks that share the V columns of a value head in a step."""
@@ -93,6 +93,12 @@ class Plan:
     def path(self, step: str) -> str:
         """What reports call the kernels of a step."""
         return self._paths[step]
+
+
+@lru_cache(maxsize=1024)
+def changed(plan: Plan, **fields: Any) -> Plan:
+    """The plan with other `fields`: one for all calls, since it keeps what is asked of it."""
+    return replace(plan, **fields)
 
 
 @dataclass(frozen=True, slots=True)

@@ -103,6 +103,7 @@ def test_flashqla_setup_obeys_switches(monkeypatch: pytest.MonkeyPatch) -> None:
         assert isinstance(decision, plan.Plan)
         assert bool(decision.segment) == (mode != "off")
         assert decision.exact == (mode == "exact")
+        assert api.decide((), meta) is decision  # made once, with what it keeps
         setup = Setup.of(decision, x["q"], x["v"], None)
         assert setup.plan == decision and setup.order[3] == decision.segment
 
@@ -150,6 +151,7 @@ def test_flashqla_setup_differs_with_all_that_it_is_made_of() -> None:
 
 
 def test_flashqla_setup_is_remembered_within_bounds() -> None:
-    for remembered in (layout._setup, call._examined, plan.plan, plan._plan, plan.segment):
+    plans = plan.plan, plan._plan, plan.changed, plan.segment
+    for remembered in (layout._setup, call._examined, *plans):
         bound = remembered.cache_info().maxsize
         assert bound is not None and bound <= 1024

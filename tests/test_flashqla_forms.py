@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from compiler import UNREAD, Compiled, compile_for, compile_lowered, lower
-from test_flashqla_compile import report
+from test_flashqla_compile import DTYPES, report
 from test_flashqla_plan import BASE
 
 from fla_flashqla import arch, env
@@ -80,13 +80,16 @@ REGISTERS = {
     **dict.fromkeys(("forward_halves", "states", "reverse_halves", "segments"), 168),
     "prepare_single": 168,
 }
+GATED = ("gradients", "prepare", "prepare_single")  # know the dtypes of g and beta
 SMALL = ("prepare", "prepare_single", "combine")  # what has room in a block of SM120
 # Of 16 x 8 x 16, a warp: as many as the wgmma of test_flashqla_compile.py have. Those of gradients.py are partly in loops.
 PRODUCTS = {"forward": 896, "states": 544, "segments": 544, "reverse": 928}
 
 
-def source(name: str, dtype: str, form: str = MMA) -> tuple[Any, dict[Any, Any]]:
-    """A kernel in a form, as chunk.py and segments.py ask for it."""
+def source(
+    name: str, dtype: str, form: str = MMA, gates: str = "float32"
+) -> tuple[Any, dict[Any, Any]]:
+    """A kernel in a form, as chunk.py and segments.py ask for it; g and beta have dtype `gates`."""
     from fla_flashqla.kernels import combine, forward, gradients, prepare, reverse, segments, states
     from fla_flashqla.kernels.products import in_form
 
@@ -94,7 +97,7 @@ def source(name: str, dtype: str, form: str = MMA) -> tuple[Any, dict[Any, Any]]
     kind = name.partition("_")[0]
     if kind == "prepare":
         warps = 1 if name == "prepare_single" else 4
-        return prepare.prepare_kernel(dtype, "float32", "float32", warps), prepare.PASS_CONFIGS
+        return prepare.prepare_kernel(dtype, gates, gates, warps), prepare.PASS_CONFIGS
     if kind == "combine":
         return combine.combine_kernel(), combine.PASS_CONFIGS
     if kind == "forward":
@@ -107,7 +110,7 @@ def source(name: str, dtype: str, form: str = MMA) -> tuple[Any, dict[Any, Any]]
     elif kind == "segments":
         made = segments.segments_kernel(dtype, form), segments.PASS_CONFIGS
     else:
-        made = gradients.gradients_kernel(dtype, "float32", "float32", form), gradients.PASS_CONFIGS
+        made = gradients.gradients_kernel(dtype, gates, gates, form), gradients.PASS_CONFIGS
     return in_form(form, name, *made)[1:]
 
 
@@ -143,16 +146,25 @@ def check(compiled: Compiled, row: Arch, kernel: str) -> None:
         assert products in (None, compiled.instructions["HMMA"])
 
 
+def variants() -> list[Any]:
+    """Of every kernel, in every dtype; gates in that of q where the kernel knows them."""
+    found = [(kernel, dtype, "float32") for dtype in DTYPES for kernel in KERNELS[:-1]]
+    found += [(kernel, dtype, dtype) for dtype in DTYPES for kernel in GATED]
+    return [
+        pytest.param(*case, id="-".join(case)) for case in [*found, ("combine", *["float32"] * 2)]
+    ]
+
+
 @pytest.mark.compile
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize(("kernel", "dtype", "gates"), variants())
 def test_flashqla_forms_compile_for_blackwell(
-    kernel: str, tmp_path: Path, record_property: Any
+    kernel: str, dtype: str, gates: str, tmp_path: Path, record_property: Any
 ) -> None:
-    function, configs = source(kernel, "bfloat16")
+    function, configs = source(kernel, dtype, gates=gates)
     lowered = lower(ARCHS[10, 0].target, function, configs)
     for row in (ARCHS[sm] for sm in ((10, 0), (10, 3), (12, 0))):  # SM121 is as SM120
         compiled = compile_lowered(row.target, lowered, configs, tmp_path)
-        report(f"{kernel} bfloat16, {row.target} {row.form}", compiled, record_property)
+        report(f"{kernel} {dtype} {gates}, {row.target} {row.form}", compiled, record_property)
         check(compiled, row, kernel)
 
 
@@ -165,9 +177,8 @@ def test_flashqla_forms_are_one_source_for_blackwell() -> None:
 
 
 def cases() -> list[Any]:
-    """What float16 may compile to otherwise, and what runs on Hopper in this form."""
-    found = [("sm100", "float16", name) for name in ("forward", "reverse_halves", "gradients")]
-    found += [("sm90-mma", "bfloat16", name) for name in KERNELS[:-3]]
+    """What runs on Hopper in this form, and what float16 may compile to otherwise."""
+    found = [("sm90-mma", "bfloat16", name) for name in KERNELS[:-3]]
     found += [("sm90-mma", "float16", name) for name in ("forward", "gradients")]
     return [pytest.param(*case, id="-".join(case)) for case in found]
 

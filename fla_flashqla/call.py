@@ -84,6 +84,9 @@ def _name(dtype: torch.dtype | None) -> str:
     return _NAMES.get(dtype) or str(dtype).removeprefix("torch.")
 
 
+_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+
+
 def describe(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -123,6 +126,7 @@ def describe(
         or g.requires_grad
         or beta.requires_grad
     )
+    outlived = _wrapped(q) or _wrapped(k) or _wrapped(v) or _wrapped(g) or _wrapped(beta)
     state: _State | None = None
     if initial_state is not None:
         state = type(initial_state).__name__, None, None, False
@@ -130,9 +134,11 @@ def describe(
             here = initial_state.device == device
             state = "", initial_state.shape, initial_state.dtype, here
             needs_grad = needs_grad or (grad and initial_state.requires_grad)
-    # These see the operations of PyTorch, not what a kernel does to memory, and hide in plain tensors.
+            outlived = outlived or _wrapped(initial_state)
+    # These see the operations of PyTorch, not what a kernel does to memory, and hide in plain tensors, also in those that outlive them.
     transformed = (
         torch._C._are_functorch_transforms_active()
+        or outlived
         or forward_ad._current_level >= 0
         or torch._C._get_tracing_state() is not None
     )

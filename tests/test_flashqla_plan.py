@@ -413,6 +413,19 @@ def test_flashqla_transforms_are_not_for_kernels(transform, facts):
     assert isinstance(answer(torch.zeros(1, 64, 2, 128))[0], Plan)
 
 
+@pytest.mark.parametrize("name", ["q", "k", "v", "g", "beta", "initial_state"])
+def test_flashqla_transforms_leave_tensors_without_memory(name, facts):
+    """What outlives `torch.func.grad` works in PyTorch, but a kernel would find no address."""
+    x = inputs()
+    x["initial_state"] = state(1, x["v"].shape[2], 128, 128)
+    assert isinstance(plan(describe(**x)), Plan)
+    kept = []
+    torch.func.grad(lambda leaf: (kept.append(leaf), leaf.sum())[1])(x[name])
+    with pytest.raises(RuntimeError, match="storage"):
+        kept[0].data_ptr()
+    assert "torch.func" in plan(describe(**x | {name: kept[0]})).reason
+
+
 def test_flashqla_describe_reads_the_call():
     x = inputs(
         H=1,

@@ -6,7 +6,6 @@ from dataclasses import FrozenInstanceError, replace
 
 import pytest
 import torch
-from torch.autograd import forward_ad
 
 from fla_flashqla import arch
 from fla_flashqla.call import Call, describe
@@ -370,60 +369,6 @@ def test_flashqla_gradients_are_needed_only_where_asked_for():
     unused = torch.zeros(4, requires_grad=True)
     assert not describe(**inputs(A_log=unused)).needs_grad
     assert describe(**inputs(A_log=unused, use_gate_in_kernel=True)).needs_grad
-
-
-def dual(call):
-    with forward_ad.dual_level():
-        return call(forward_ad.make_dual(torch.zeros(1, 64, 2, 128), torch.ones(1, 64, 2, 128)))
-
-
-def func_grad(call):
-    seen = []
-    torch.func.grad(lambda q: (seen.append(call(q)), q.sum())[1])(torch.zeros(1, 64, 2, 128))
-    return seen[0]
-
-
-def vmap(call):
-    seen = []
-    torch.vmap(lambda q: (seen.append(call(q)), q)[1])(torch.zeros(3, 1, 64, 2, 128))
-    return seen[0]
-
-
-def jit_trace(call):
-    seen = []
-    traced = lambda q: (seen.append(call(q)), q + 1)[1]  # noqa: E731
-    torch.jit.trace(traced, torch.zeros(1, 64, 2, 128), check_trace=False)
-    return seen[0]
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("transform", [dual, func_grad, vmap, jit_trace])
-def test_flashqla_transforms_are_not_for_kernels(transform, facts):
-    """Their tensors look plain, and what a kernel does to them would be lost without a word."""
-
-    @torch.no_grad()
-    def answer(q):
-        half = torch.zeros(1, 64, 2, 128, dtype=torch.bfloat16)
-        call = describe(**inputs(q=q.bfloat16(), k=half))
-        return plan(call), plan(call._replace(device_type="cpu"))
-
-    on_gpu, on_cpu = transform(answer)
-    assert "torch.func" in on_gpu.reason and isinstance(on_gpu, Refusal)
-    assert isinstance(on_cpu, Reference)  # plain PyTorch, which they see through
-    assert isinstance(answer(torch.zeros(1, 64, 2, 128))[0], Plan)
-
-
-@pytest.mark.parametrize("name", ["q", "k", "v", "g", "beta", "initial_state"])
-def test_flashqla_transforms_leave_tensors_without_memory(name, facts):
-    """What outlives `torch.func.grad` works in PyTorch, but a kernel would find no address."""
-    x = inputs()
-    x["initial_state"] = state(1, x["v"].shape[2], 128, 128)
-    assert isinstance(plan(describe(**x)), Plan)
-    kept = []
-    torch.func.grad(lambda leaf: (kept.append(leaf), leaf.sum())[1])(x[name])
-    with pytest.raises(RuntimeError, match="storage"):
-        kept[0].data_ptr()
-    assert "torch.func" in plan(describe(**x | {name: kept[0]})).reason
 
 
 def test_flashqla_describe_reads_the_call():

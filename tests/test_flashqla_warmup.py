@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,8 @@ import pytest
 import torch
 
 from fla_flashqla import arch, chunk, cli, segments, warmup
-from fla_flashqla.plan import Plan
+from fla_flashqla.call import Call
+from fla_flashqla.plan import Plan, plan
 
 
 def command(cache: Path, *arguments: str, **environment: str) -> tuple[int, dict[str, Any]]:
@@ -55,6 +57,40 @@ def test_flashqla_warmup_plans() -> None:
     assert [(p.arch, p.steps) for p in made] == [("sm90", ("forward",))]
     made = warmup.plans(("bfloat16",), ("float32",), ("float32",), target="sm_100a")
     assert [p.arch for p in made] == ["sm100"]
+
+
+def test_flashqla_warmup_is_enough_for_any_shape() -> None:
+    """A sweep over heads, lengths, batches, flags and GPUs asks for nothing else, and for all of it."""
+    (warm,) = warmup.plans(("bfloat16",), ("float32",), ("float32",))
+    chosen = random.Random(0)
+
+    def flip() -> bool:
+        return chosen.random() < 0.5
+
+    seen = set()
+    for _ in range(1000):
+        H, group = chosen.choice((1, 2, 4, 8, 16)), chosen.choice((1, 2, 3, 4, 8))
+        varlen, tokens = flip(), int(2 ** chosen.uniform(0, 20))
+        N = chosen.choice((1, 2, 3, 4, 8, 40))
+        made = plan(
+            Call(
+                **{"device_type": "cuda", "device_index": 0, "sm": (9, 0), "is_hip": False},
+                **dict.fromkeys(("q_dtype", "k_dtype", "v_dtype"), "bfloat16"),
+                **dict.fromkeys(("g_dtype", "beta_dtype"), "float32"),
+                **{"B": 1 if varlen else N, "T": tokens, "H": H, "HV": H * group, "N": N},
+                **{"K": 128, "V": 128, "sms": chosen.choice((132, 114, 78)), "varlen": varlen},
+                longest=chosen.randint(-(-tokens // N), tokens) if varlen and flip() else 0,
+                needs_grad=flip(),
+                state_dtype="float32" if flip() else None,
+                output_final_state=flip(),
+                use_qk_l2norm_in_kernel=flip(),
+                use_gate_in_kernel=flip(),
+                state_v_first=flip(),
+            )
+        )
+        assert isinstance(made, Plan), made
+        seen |= {made.key(step) for step in made.steps}
+    assert seen == {warm.key(step) for step in warmup.steps(warm)}
 
 
 def test_flashqla_warmup_targets(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -260,22 +260,19 @@ def forward(
     plan: Plan,
     flags: tuple[bool, bool, bool],
     cu_seqlens: torch.Tensor | None,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    scale: float,
-    initial_state: torch.Tensor | None,
+    inputs: tuple[Any, ...],
     *args: Any,
 ) -> chunk.Forward:
-    """`chunk.forward` with the `flags` of `Setup.of`, counted; a backward may follow, and does with a plan for gradients."""
+    """`chunk.forward` of `inputs`, its q to initial_state, with the `flags` of `Setup.of`, counted.
+
+    A backward may follow, and does with a plan for gradients.
+    """
+    q, _, v, *_ = inputs
     plan = _rehearsed(plan, q.device)
     if plan.gradients:
         _without_fallback(_rehearse, plan, q.device)
     setup = Setup.of(changed(plan, gradients=True), q, v, cu_seqlens, *flags)
-    inputs = q, k, v, g, beta, scale, initial_state, cu_seqlens
-    return _without_fallback(_answer, setup, *inputs, *args)
+    return _without_fallback(_answer, setup, *inputs, cu_seqlens, *args)
 
 
 def states(plan: Plan, *args: Any) -> torch.Tensor:

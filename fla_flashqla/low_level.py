@@ -110,7 +110,7 @@ def chunk_gated_delta_rule_fwd(
         flags = False, bool(state_v_first), bool(output_final_state)
         inputs = q, k, v, g, beta, _scale(q, scale), initial_state
         o, final_state, r, gates, _ = api.forward(
-            decision, flags, cu_seqlens, *inputs, NONE, A.view(torch.float32)
+            decision, flags, cu_seqlens, inputs, NONE, A.view(torch.float32)
         )
         if output_h:
             s = api.states(decision, cu_seqlens, k, v, r, gates, initial_state, bool(state_v_first))

@@ -212,9 +212,10 @@ def _forward(*args: Any) -> tuple[torch.Tensor, ...]:
     decision = api.decide((), call, x.gradients)
     if x.gradients and isinstance(decision, Plan):
         kept = x.q.new_empty(x.words(), dtype=torch.float32)
+        flags = *x.flags(), x.output_final_state
+        inputs = x.q, x.k, x.v, x.g, x.beta, x.scale_of_q(), x.initial_state
         o, final_state, *_ = api.forward(
-            *(decision, (*x.flags(), x.output_final_state), x.cu_seqlens, x.q, x.k, x.v),
-            *(x.g, x.beta, x.scale_of_q(), x.initial_state, x.activations(), kept),
+            decision, flags, x.cu_seqlens, inputs, x.activations(), kept
         )
     else:
         o, final_state = api.answer(decision, (), call)
